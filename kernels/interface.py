@@ -1,0 +1,172 @@
+"""What every kernel takes and gives: the parameters of a layer, the two signatures, checks and dispatch.
+
+`store_kv` and `attend` check their arguments once, here, and hand over to an implementation of the same signature.
+`kernels/reference.py` is the specification; an implementation is a module with `store_kv` and `attend`.
+
+    key, value      [num_tokens, num_kv_heads, head_dim] float
+    query           [num_tokens, num_heads, head_dim] float, head h reads KV head h // (num_heads / num_kv_heads)
+    pages           [num_blocks, num_kv_heads, block_size, slot_bytes] uint8, outer strides free
+    slot_mapping    [num_tokens] int64: block · block_size + offset, or -1 for padding
+    positions       [num_tokens] int64: index of each token in its own sequence
+    block_table     [num_seqs, max_blocks] int32
+    seq_lens        [num_seqs] int32: tokens in the cache, those of this step included
+    query_start_loc [num_seqs + 1] int32: rows of `query` that belong to each sequence
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from turboquant.formats import KVFormat
+from turboquant.rope import Rope
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IMPLEMENTATIONS = {"reference": "turboquant.kernels.reference"}
+FORCE_ENV = "TURBOQUANT_KERNELS"
+
+
+@dataclass(frozen=True)
+class KVParams:
+    """Everything that the kernels of one attention layer need besides K, V and pages.
+
+    Attributes:
+        fmt: the cache format.
+        rotation: R, orthonormal, [D, D] float32; x' = R·x.
+        key_centroids: [2**key_bits] float32, ascending, in the scale of a unit vector's coordinates.
+        value_centroids: [2**value_bits] float32.
+        key_mean: μ, K's mean before RoPE, [num_kv_heads, D] float32, or None for no mean.
+        rope: where μ turns with the position; None for a layer without RoPE.
+    """
+
+    fmt: KVFormat
+    rotation: torch.Tensor
+    key_centroids: torch.Tensor
+    value_centroids: torch.Tensor
+    key_mean: torch.Tensor | None = None
+    rope: Rope | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.rotation.shape[0]
+
+
+def store_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    params: KVParams,
+) -> None:
+    """Quantise K and V of new tokens and write them into their slots.
+
+    A zero vector stays exactly zero. A token with a NaN or an infinity is stored as NaN: whoever attends to it sees
+    NaN, as with an exact cache, and no other token's bytes change.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit (see the module's table).
+        IndexError: a slot lies outside `pages`.
+    """
+    _check_heads("key", key, pages, params)
+    _check_heads("value", value, pages, params)
+    if value.shape != key.shape:
+        raise ValueError(f"value has shape {tuple(value.shape)}, key {tuple(key.shape)}: they must be equal.")
+    for name, tensor in (("slot_mapping", slot_mapping), ("positions", positions)):
+        if tensor.shape != key.shape[:1]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected one entry a token, [{key.shape[0]}].")
+    _check_devices(key, value=value, pages=pages, slot_mapping=slot_mapping, rotation=params.rotation)
+    implementation(key.device).store_kv(key, value, pages, slot_mapping, positions, params)
+
+
+def attend(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    params: KVParams,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of this step's queries over packed pages. Decode, verify, chunked prefill and mixes are one call.
+
+    The queries of a sequence are its last ones: query row j of Tq stands at position seq_len - Tq + j.
+
+    Args:
+        scale: factor on the logits, usually head_dim ** -0.5.
+        causal: a query reads no later position.
+        sliding_window: a query at p reads positions p - sliding_window + 1 .. p only.
+        softcap: logits become softcap · tanh(logits / softcap); 0 for none.
+        sinks: [num_heads] float, a logit in the softmax that reads no value (gpt-oss).
+        fresh: this step's own (key, value), [num_tokens, num_kv_heads, head_dim], read exactly in place of their
+            packed copies; None reads everything from the pages, as a later decode step would.
+        out: where to write; allocated if None.
+
+    Returns:
+        [num_tokens, num_heads, head_dim] in query's dtype. Rows past query_start_loc[-1] (padding) are left as they
+        are in `out`, and are zero in a fresh tensor.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit (see the module's table).
+    """
+    _check_heads("query", query, pages, params, grouped=True)
+    for name, tensor in zip(("fresh key", "fresh value"), fresh or (), strict=False):
+        _check_heads(name, tensor, pages, params)
+    if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1]:
+        raise ValueError(
+            f"block_table {tuple(block_table.shape)} and seq_lens {tuple(seq_lens.shape)} do not fit: "
+            "expected [num_seqs, max_blocks] and [num_seqs]."
+        )
+    if query_start_loc.shape[0] != seq_lens.shape[0] + 1:
+        raise ValueError(f"query_start_loc needs num_seqs + 1 = {len(seq_lens) + 1} entries, got {len(query_start_loc)}.")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window {sliding_window} is not allowed: at least 1, or None for no window.")
+    _check_devices(query, pages=pages, block_table=block_table, rotation=params.rotation)
+    out = torch.zeros_like(query) if out is None else out
+    implementation(query.device).attend(
+        query, pages, block_table, seq_lens, query_start_loc, params, scale=scale, causal=causal,
+        sliding_window=sliding_window, softcap=softcap, sinks=sinks, fresh=fresh, out=out,
+    )  # fmt: skip
+    return out
+
+
+def implementation(device: torch.device) -> ModuleType:
+    """The kernels for this device, or those that TURBOQUANT_KERNELS forces.
+
+    Raises:
+        ValueError: TURBOQUANT_KERNELS names none.
+    """
+    name = os.environ.get(FORCE_ENV) or "reference"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"{FORCE_ENV}={name!r} is not known: allowed are {', '.join(IMPLEMENTATIONS)}, or unset it.")
+    return import_module(IMPLEMENTATIONS[name])
+
+
+def _check_heads(name: str, x: torch.Tensor, pages: torch.Tensor, params: KVParams, *, grouped: bool = False) -> None:
+    if pages.ndim != 4 or pages.dtype != torch.uint8:
+        raise TypeError(f"pages must be a 4-D uint8 tensor, got {pages.ndim}-D {pages.dtype}.")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}: allowed are {', '.join(str(d) for d in FLOAT_DTYPES)}.")
+    num_kv_heads = pages.shape[1]
+    if x.ndim != 3 or x.shape[2] != params.head_dim:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected [num_tokens, heads, {params.head_dim}].")
+    if grouped and x.shape[1] % num_kv_heads or not grouped and x.shape[1] != num_kv_heads:
+        relation = "a multiple of" if grouped else "exactly"
+        raise ValueError(f"{name} has {x.shape[1]} heads: pages hold {num_kv_heads} KV heads, expected {relation} that.")
+
+
+def _check_devices(anchor: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, tensor in others.items():
+        if tensor.device != anchor.device:
+            raise ValueError(f"{name} is on {tensor.device}, the rest on {anchor.device}: move it with .to(...).")

@@ -1,0 +1,49 @@
+"""Is this package all ours? Several other distributions install a package called `turboquant`, too.
+
+Two of them in one environment overwrite each other file by file, and whichever wrote last answers. That must be an
+error at import, by name, not a strange failure later.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+DISTRIBUTION = "turboquant-toolkit"
+PACKAGE = "turboquant"
+
+
+class MixedInstallationError(ImportError):
+    """Another distribution's `turboquant` is mixed with, or stands in front of, this one."""
+
+
+def other_owners() -> list[str]:
+    """Installed distributions, other than ours, that own files of a top-level package `turboquant`."""
+    owners = set()
+    for dist in metadata.distributions():
+        name = dist.metadata["Name"]
+        if not name or name.lower() == DISTRIBUTION:
+            continue
+        # Reading every distribution's file list would cost seconds; the name or top_level.txt is enough to look closer.
+        top_level = (dist.read_text("top_level.txt") or "").split()
+        if PACKAGE not in top_level and PACKAGE not in name.lower().replace("-", ""):
+            continue
+        if any(Path(str(file)).parts[:1] == (PACKAGE,) for file in dist.files or ()):
+            owners.add(name)
+    return sorted(owners)
+
+
+def check_origin() -> None:
+    """Refuse a mixed package.
+
+    Raises:
+        MixedInstallationError: naming the other distributions and how to remove them.
+    """
+    others = other_owners()
+    if others:
+        names = " ".join(others)
+        raise MixedInstallationError(
+            f"the package {PACKAGE!r} at {Path(__file__).parent} is also installed by: {', '.join(others)}. "
+            f"The two overwrite each other's files. Remove both and install one: "
+            f"pip uninstall -y {names} {DISTRIBUTION} && pip install {DISTRIBUTION}"
+        )

@@ -1,0 +1,107 @@
+"""What the cache needs to know of a Transformers model: its decoder, its attention modules, K's mean of each layer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from turboquant.formats import KVFormat
+from turboquant.kernels.interface import KVParams
+from turboquant.key_bias import as_key_mean, check_no_hidden_bias
+from turboquant.kv_quantizer import DEFAULT_SEED, make_params
+from turboquant.rope import Rope, rope_from_config
+
+COMPRESSED_LAYER_TYPE = "full_attention"
+# These hold a bounded state, or at most one sliding window: they stay as they are.
+EXACT_LAYER_TYPES = {"sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp"}
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def layer_params(
+    model: PreTrainedModel, fmt: KVFormat, *, key_mean: str = "auto", seed: int = DEFAULT_SEED
+) -> dict[int, KVParams]:
+    """The kernels' parameters of every layer that is compressed, by layer index.
+
+    Args:
+        key_mean: "auto" takes μ from the k_proj bias where there is one; "none" refuses such a model.
+
+    Raises:
+        ValueError: no layer of this model can be compressed, or a layer has a K bias without a usable mean.
+    """
+    layer_types, _ = get_layer_types_and_kwargs(text_config(model))
+    unknown = set(layer_types) - EXACT_LAYER_TYPES - {COMPRESSED_LAYER_TYPE}
+    modules = _attention_modules(model)
+    indices = [i for i, kind in enumerate(layer_types) if kind == COMPRESSED_LAYER_TYPE]
+    if unknown or not indices or any(i not in modules for i in indices):
+        what = f"layer types {sorted(unknown)}" if unknown else "no full-attention layer that we can find"
+        raise ValueError(
+            f"{type(model).__name__} has {what}: a turboquant cache holds {COMPRESSED_LAYER_TYPE} layers, beside "
+            f"{', '.join(sorted(EXACT_LAYER_TYPES))}. Use its default cache."
+        )
+    return {i: _params_of(model, i, modules[i], fmt, key_mean, seed) for i in indices}
+
+
+def _attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """Softmax-attention modules by layer index: those with a layer_idx and a head_dim."""
+    found = {}
+    for module in model.get_decoder().modules():
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "head_dim"):
+            found.setdefault(module.layer_idx, module)
+    return found
+
+
+def _params_of(model, index: int, module: torch.nn.Module, fmt: KVFormat, key_mean: str, seed: int) -> KVParams:
+    name = f"{type(module).__name__} {index}"
+    projection = getattr(module, "k_proj", None)
+    device = next(module.parameters()).device
+    if projection is None:
+        check_no_hidden_bias(name, module)
+    bias = getattr(projection, "bias", None)
+    if bias is None or not bias.any():
+        return make_params(fmt, module.head_dim, seed=seed, device=device)
+    mean = as_key_mean(name, module, bias, module.head_dim, key_mean)
+    return make_params(
+        fmt, module.head_dim, key_mean=mean, rope=_rope_of(model, index, module), seed=seed, device=device
+    )
+
+
+def _rope_of(model: PreTrainedModel, index: int, module: torch.nn.Module) -> Rope:
+    """The layer's RoPE: from the config, and in the pair layout that the model's own function turns out to use.
+
+    Raises:
+        ValueError: neither layout reproduces the model's rotation.
+    """
+    config = text_config(model)
+    layer_type = getattr(config, "layer_types", None) and config.layer_types[index]
+    rope = rope_from_config(config, module.head_dim, layer_type=layer_type)
+    probe = torch.randn(1, 1, 3, module.head_dim, generator=torch.Generator().manual_seed(0))
+    at = torch.tensor([[1, 5, 40]])
+    theirs = _rotate_as_model(model, module, probe, at, layer_type)
+    for interleaved in (False, True):
+        candidate = Rope(rope.inv_freq, rope.attention_scaling, interleaved)
+        if theirs is not None and torch.allclose(candidate.rotate(probe, at[:, None]), theirs, atol=1e-3):
+            return candidate
+    raise ValueError(
+        f"the rotary embedding of {type(model).__name__} is not one that we know, so K's mean cannot be placed: "
+        "use its default cache and report this model."
+    )
+
+
+def _rotate_as_model(model, module, x: torch.Tensor, positions: torch.Tensor, layer_type) -> torch.Tensor | None:
+    """x [1, 1, T, D] rotated by the model's own functions, or None where it has none under the usual names."""
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    embedding = getattr(model.get_decoder(), "rotary_emb", None)
+    if apply is None or embedding is None:
+        return None
+    device = next(module.parameters()).device
+    x, positions = x.to(device), positions.to(device)
+    nested = isinstance(getattr(embedding, "rope_type", None), dict)
+    cos, sin = embedding(x, positions, layer_type) if nested else embedding(x, positions)
+    return apply(x, x, cos, sin)[1].float().cpu()

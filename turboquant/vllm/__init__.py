@@ -1,0 +1,1 @@
+"""The vLLM plugin. Nothing here is imported unless vLLM loads it."""

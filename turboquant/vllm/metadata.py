@@ -1,0 +1,73 @@
+"""What one step's attention needs to know, built once a step from vLLM's common metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class TurboQuantMetadata:
+    """One step.
+
+    Attributes:
+        num_actual_tokens: tokens without padding.
+        query_start_loc: [num_seqs + 1] int32.
+        seq_lens: [num_seqs] int32, this step's tokens included.
+        block_table: [num_seqs, max_blocks] int32.
+        slot_mapping: [num_tokens] int64.
+        positions: [num_actual_tokens] int64, index of each token in its sequence. Not the model's rotary positions,
+            which multimodal inputs bend: what counts is that a token is read at the position it was stored at.
+    """
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+
+
+def token_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Index of every token of the step in its own sequence: int64 [num_tokens]."""
+    starts = query_start_loc[:-1].long()
+    query_lens = query_start_loc[1:].long() - starts
+    first = seq_lens.long() - query_lens - starts
+    offsets = torch.repeat_interleave(first, query_lens, output_size=num_tokens)
+    return offsets + torch.arange(num_tokens, device=offsets.device)
+
+
+class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
+    """vLLM calls `build` once a step for each KV cache group."""
+
+    # The reference kernels read lengths on the host.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TurboQuantMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError("a turboquant KV cache serves causal attention only: use kv_cache_dtype='auto'.")
+        num_tokens = int(common.query_start_loc_cpu[-1])
+        return TurboQuantMetadata(
+            num_actual_tokens=num_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            positions=token_positions(common.query_start_loc, common.seq_lens, num_tokens),
+        )
