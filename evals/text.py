@@ -1,0 +1,28 @@
+"""Text to evaluate on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def load_text(source: str) -> str:
+    """The text called `source`.
+
+    Args:
+        source: "pydoc" for the topics of Python's own help (about 700 kB of English, in every installation), or the
+            path of a UTF-8 file.
+
+    Raises:
+        ValueError: no such file, or an empty one.
+    """
+    if source == "pydoc":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"text {source!r} is neither 'pydoc' nor a file: give the path of a UTF-8 text file.")
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"text file {source!r} is empty: give one with at least a few thousand words.")
+    return text

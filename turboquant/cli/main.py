@@ -1,0 +1,43 @@
+"""The `turboquant` command: one module a subcommand, registered here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import turboquant
+from turboquant.cli.demo import demo
+from turboquant.cli.evaluate import evaluate
+from turboquant.cli.formats import formats
+from turboquant.cli.theory import theory
+
+app = typer.Typer(
+    name="turboquant",
+    help="Compress an LLM's KV cache to about 3.5 bits, and serve from it.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(demo)
+app.command("eval")(evaluate)
+app.command()(formats)
+app.command()(theory)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"turboquant-toolkit {turboquant.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Compress an LLM's KV cache to about 3.5 bits, and serve from it."""
+
+
+if __name__ == "__main__":
+    app()
