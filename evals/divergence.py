@@ -118,8 +118,8 @@ def _score_context(model: PreTrainedModel, fmt: KVFormat, ids: torch.Tensor, key
         packed = model(input_ids=ids).logits[0]
     elements = sum(2 * layer.params.head_dim * layer.encoded.key_scales.numel() for layer in session.layers)
     targets = torch.cat((ids[0, 1:], ids.new_full((1,), -1)))
-    scores = [_compare(*parts) for parts in zip(exact.split(ROWS), packed.split(ROWS), targets.split(ROWS), strict=True)]
-    return torch.cat(scores, dim=1).cpu(), 8 * session.nbytes / elements
+    tiles = zip(exact.split(ROWS), packed.split(ROWS), targets.split(ROWS), strict=True)
+    return torch.cat([_compare(*tile) for tile in tiles], dim=1).cpu(), 8 * session.nbytes / elements
 
 
 def _compare(exact: torch.Tensor, packed: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

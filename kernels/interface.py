@@ -65,8 +65,9 @@ def store_kv(
 ) -> None:
     """Quantise K and V of new tokens and write them into their slots.
 
-    A zero vector stays exactly zero. A token with a NaN or an infinity is stored as NaN: whoever attends to it sees
-    NaN, as with an exact cache, and no other token's bytes change.
+    K's mean is taken out of a key where that makes it shorter; the sign of the key's scale records it (negative: the
+    mean is still in the key). A zero vector stays exactly zero. A token with a NaN or an infinity is stored as NaN:
+    whoever attends to it sees NaN, as with an exact cache, and no other token's bytes change.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit (see the module's table).
@@ -129,7 +130,9 @@ def attend(
             "expected [num_seqs, max_blocks] and [num_seqs]."
         )
     if query_start_loc.shape[0] != seq_lens.shape[0] + 1:
-        raise ValueError(f"query_start_loc needs num_seqs + 1 = {len(seq_lens) + 1} entries, got {len(query_start_loc)}.")
+        raise ValueError(
+            f"query_start_loc has {len(query_start_loc)} entries: expected {len(seq_lens) + 1}, num_seqs + 1."
+        )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window {sliding_window} is not allowed: at least 1, or None for no window.")
     _check_devices(query, pages=pages, block_table=block_table, rotation=params.rotation)
@@ -161,9 +164,10 @@ def _check_heads(name: str, x: torch.Tensor, pages: torch.Tensor, params: KVPara
     num_kv_heads = pages.shape[1]
     if x.ndim != 3 or x.shape[2] != params.head_dim:
         raise ValueError(f"{name} has shape {tuple(x.shape)}: expected [num_tokens, heads, {params.head_dim}].")
-    if grouped and x.shape[1] % num_kv_heads or not grouped and x.shape[1] != num_kv_heads:
-        relation = "a multiple of" if grouped else "exactly"
-        raise ValueError(f"{name} has {x.shape[1]} heads: pages hold {num_kv_heads} KV heads, expected {relation} that.")
+    fits = x.shape[1] % num_kv_heads == 0 if grouped else x.shape[1] == num_kv_heads
+    if not fits:
+        expected = f"{'a multiple of ' if grouped else ''}{num_kv_heads}, the KV heads of the pages"
+        raise ValueError(f"{name} has {x.shape[1]} heads: expected {expected}.")
 
 
 def _check_devices(anchor: torch.Tensor, **others: torch.Tensor) -> None:

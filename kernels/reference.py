@@ -4,10 +4,12 @@ Store, for one token and KV head (x is k − RoPE_p(μ), or v):
 
     y = R·x / ‖x‖      code_i = index of the centroid nearest to y_i      scale = ‖x‖ / ‖ŷ‖  (ŷ the centroids chosen)
 
-so that x̂ = scale · Rᵀ·ŷ has the norm of x: reading is one multiply. μ is not subtracted at position 0, whose key is
-unlike all others and carries up to a third of the attention.
+so that x̂ = scale · Rᵀ·ŷ has the norm of x: reading is one multiply. μ is subtracted from a key only where that makes
+it shorter, since the error is in proportion to what is left. Attention sinks (the first token, above all) are unlike μ
+and carry up to a third of the attention: they keep their own length. The sign of a K scale says which was done:
+negative, or -0, for a key stored without its mean taken out.
 
-Attend works in the rotated frame: q·k̂ = (R·q)·(scale·ŷ) + q·RoPE_p(μ), and the output is rotated back once.
+Attend works in the rotated frame: q·k̂ = (R·q)·(|scale|·ŷ) + [scale ≥ +0]·q·RoPE_p(μ); the output is rotated back once.
 """
 
 from __future__ import annotations
@@ -33,11 +35,10 @@ class EncodedKV(NamedTuple):
 
 
 def mean_at(params: KVParams, positions: torch.Tensor) -> torch.Tensor:
-    """RoPE_p(μ), zero at position 0: positions [...] to float32 [..., num_kv_heads, D]."""
+    """RoPE_p(μ): positions [...] to float32 [..., num_kv_heads, D]."""
     assert params.key_mean is not None
     at = positions[..., None]
-    mean = params.rope.rotate(params.key_mean, at) if params.rope else params.key_mean.expand(*at.shape[:-1], -1, -1)
-    return mean * (at > 0)[..., None]
+    return params.rope.rotate(params.key_mean, at) if params.rope else params.key_mean.expand(*at.shape[:-1], -1, -1)
 
 
 def encode_kv(key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, params: KVParams) -> EncodedKV:
@@ -47,29 +48,39 @@ def encode_kv(key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, p
         key, value: [..., num_kv_heads, D] float.
         positions: [...] int64, index in the sequence.
     """
-    key = key.float()
-    if params.key_mean is not None:
-        key = key - mean_at(params, positions)
+    key, keeps_mean = _take_out_mean(key.float(), positions, params)
     key_codes, key_scales = _encode(key @ params.rotation.T, params.key_centroids)
     value_codes, value_scales = _encode(value.float() @ params.rotation.T, params.value_centroids)
     return EncodedKV(
-        pack_codes(key_codes, params.fmt.key_bits), pack_codes(value_codes, params.fmt.value_bits), key_scales, value_scales
-    )  # fmt: skip
+        pack_codes(key_codes, params.fmt.key_bits),
+        pack_codes(value_codes, params.fmt.value_bits),
+        torch.where(keeps_mean, -key_scales, key_scales),
+        value_scales,
+    )
 
 
 def decode_rotated(encoded: EncodedKV, params: KVParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale · ŷ of K (without its mean) and V, in the rotated frame: two float32 [..., D]."""
+    """|scale| · ŷ of K (a mean that was taken out is not in it) and V, in the rotated frame: two float32 [..., D]."""
     fmt, dim = params.fmt, params.head_dim
     key = look_up(encoded.key_codes, fmt.key_bits, dim, params.key_centroids)
     value = look_up(encoded.value_codes, fmt.value_bits, dim, params.value_centroids)
-    return key * encoded.key_scales.float()[..., None], value * encoded.value_scales.float()[..., None]
+    return key * encoded.key_scales.float().abs()[..., None], value * encoded.value_scales.float()[..., None]
+
+
+def taken_out(encoded: EncodedKV, positions: torch.Tensor, params: KVParams) -> torch.Tensor:
+    """What to add back to K: RoPE_p(μ), or zero for a key that kept its mean. float32 [..., num_kv_heads, D].
+
+    Args:
+        positions: [...] int64, the ones that the keys were stored with.
+    """
+    return mean_at(params, positions).masked_fill(encoded.key_scales.signbit()[..., None], 0.0)
 
 
 def decode_kv(encoded: EncodedKV, positions: torch.Tensor, params: KVParams) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `encode_kv`, up to the quantisation error: two float32 [..., num_kv_heads, D]."""
     key, value = (x @ params.rotation for x in decode_rotated(encoded, params))
     if params.key_mean is not None:
-        key = key + mean_at(params, positions)
+        key = key + taken_out(encoded, positions, params)
     return key, value
 
 
@@ -110,6 +121,15 @@ def attend(
             )
 
 
+def _take_out_mean(key: torch.Tensor, positions: torch.Tensor, params: KVParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [..., Hkv, D] as they are quantised, and which of them [..., Hkv] kept their mean."""
+    if params.key_mean is None:
+        return key, torch.zeros(key.shape[:-1], dtype=torch.bool, device=key.device)
+    centred = key - mean_at(params, positions)
+    keeps_mean = torch.linalg.vector_norm(key, dim=-1) <= torch.linalg.vector_norm(centred, dim=-1)
+    return torch.where(keeps_mean[..., None], key, centred), keeps_mean
+
+
 def _encode(rotated: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., D] and scales float16 [...] of rotated vectors [..., D]."""
     norm = torch.linalg.vector_norm(rotated, dim=-1, keepdim=True)
@@ -131,11 +151,12 @@ def _read(planes, blocks, first, last, params, own, fresh_from):
     first_block = first // block_size
     chosen = blocks[first_block : -(-packed_end // block_size)].long()
     tokens = slice(first - first_block * block_size, packed_end - first_block * block_size)
-    encoded = EncodedKV(*(plane[chosen].transpose(0, 1).flatten(1, 2)[:, tokens] for plane in planes))
-    keys, values = decode_rotated(encoded, params)
+    encoded = EncodedKV(*(plane[chosen].transpose(1, 2).flatten(0, 1)[tokens] for plane in planes))
+    keys, values = (x.transpose(0, 1) for x in decode_rotated(encoded, params))
     means = None
     if params.key_mean is not None:
-        means = mean_at(params, torch.arange(first, packed_end, device=keys.device)).transpose(0, 1)
+        positions = torch.arange(first, packed_end, device=keys.device)
+        means = taken_out(encoded, positions, params).transpose(0, 1)
     if own is not None:
         exact = slice(packed_end - fresh_from, last - fresh_from)
         own_keys, own_values = ((x[exact].float() @ params.rotation.T).transpose(0, 1) for x in own)

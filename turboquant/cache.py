@@ -113,9 +113,9 @@ class TurboQuantLayer(CacheLayerMixin):
         self.left_padding = None if self.left_padding is None else fn(self.left_padding)
 
     def _positions(self, batch: int, begin: int, end: int) -> torch.Tensor:
-        """Index of each token in its own sequence, [B, end - begin]; padding counts as position 0."""
+        """Index of each token in its own sequence, [B, end - begin]; padding lies before 0."""
         at = torch.arange(begin, end, device=self.device).expand(batch, -1)
-        return at if self.left_padding is None else (at - self.left_padding[:, None]).clamp(min=0)
+        return at if self.left_padding is None else at - self.left_padding[:, None]
 
 
 class CacheSession:

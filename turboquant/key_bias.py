@@ -10,7 +10,7 @@ import torch
 
 # Children of an attention module whose bias does not reach K.
 OUTPUT_PROJECTIONS = {"o_proj", "out_proj", "dense", "c_proj", "wo", "proj", "q_proj", "v_proj"}
-KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm")
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 
 
 class MissingKeyMeanError(ValueError):
@@ -43,7 +43,7 @@ def as_key_mean(layer_name: str, module: torch.nn.Module, bias: torch.Tensor, he
     Raises:
         MissingKeyMeanError: a norm between projection and cache bends the bias, or `mode` is "none".
     """
-    norm = next((name for name in KEY_NORMS if getattr(module, name, None) is not None), None)
+    norm = next((name for name in KEY_NORMS if isinstance(getattr(module, name, None), torch.nn.Module)), None)
     if norm:
         raise refuse(layer_name, f"{norm} comes after it, so the bias is not the mean")
     if mode == "none":

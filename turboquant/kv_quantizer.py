@@ -1,7 +1,8 @@
 """The KV quantiser that serving uses, as an object: one attention layer's K and V to packed codes and back.
 
     x' = R·x          R = Hadamard · random signs / sqrt(D), one for all layers and heads
-    K: subtract RoPE_p(μ) first (not at position 0); Lloyd-Max codes of x'/‖x'‖; one fp16 scale that matches the norm
+    K: subtract RoPE_p(μ) first, where that makes it shorter; Lloyd-Max codes of x'/‖x'‖; one fp16 scale that matches
+       the norm, its sign saying whether the mean was subtracted
     V: the same without a mean
 
 The paper's Algorithm 1 with three changes: a Hadamard rotation in place of a dense one, the matched-norm scale, and K's
@@ -102,7 +103,9 @@ class KVQuantizer:
             raise ValueError(f"value has shape {tuple(value.shape)}, key {tuple(key.shape)}: they must be equal.")
         return encode_kv(key, value, self._positions(key.shape[0], key.device, positions), self.params)
 
-    def dequantize(self, encoded: EncodedKV, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantize(
+        self, encoded: EncodedKV, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V back, two float32 [num_tokens, num_kv_heads, head_dim]; `positions` as they were stored with."""
         num_tokens, device = encoded.key_scales.shape[0], encoded.key_scales.device
         return decode_kv(encoded, self._positions(num_tokens, device, positions), self.params)

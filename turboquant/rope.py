@@ -4,8 +4,8 @@ A model rotates pair i of K by the angle p·ω_i. The mean that a K bias puts in
 mean to subtract at position p is RoPE_p(μ), μ taken before RoPE. Read and store use the same p, which makes the pair
 exact for every μ and p; a p that is also the model's own makes it good.
 
-Layouts of the pairs: "half" (Llama, Qwen: element i with i + R/2) and interleaved (GPT-J, GLM: 2i with 2i + 1). Only the
-first R of the D elements rotate; the others pass through.
+Layouts of the pairs: "half" (Llama, Qwen: element i with i + R/2) and interleaved (GPT-J, GLM: 2i with 2i + 1). Only
+the first R of the D elements rotate; the others pass through.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def evaluate(
     num_tokens: Annotated[int, typer.Option(min=2, help="Tokens to score, in whole contexts.")] = 4096,
     context_length: Annotated[int, typer.Option(min=2, help="Tokens in one forward pass.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Model dtype: float32, bfloat16, float16.")] = "float32",
-    key_mean: Annotated[str, typer.Option(help="K's mean: auto (the k_proj bias where there is one) or none.")] = "auto",
+    key_mean: Annotated[str, typer.Option(help="K's mean: auto (the k_proj bias, if there is one) or none.")] = "auto",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare a model on a compressed cache with itself on an exact one, all tokens read from the cache."""

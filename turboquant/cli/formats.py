@@ -15,7 +15,7 @@ DEFAULT_HEAD_DIMS = [64, 128, 256]
 
 
 def formats(
-    head_dim: Annotated[list[int], typer.Option(help="Head dimension; may be given several times.")] = DEFAULT_HEAD_DIMS,
+    head_dim: Annotated[list[int], typer.Option(help="Head dimension; may be repeated.")] = DEFAULT_HEAD_DIMS,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the KV cache presets: bits per element (scales included), bytes, compression against bf16."""

@@ -18,9 +18,7 @@ logger = init_logger("vllm.turboquant")
 TABLE_TOLERANCE = 2e-2
 
 
-def layer_key_mean(
-    owned: OwnedLayer, text_config: Any, mode: str
-) -> tuple[torch.Tensor | None, Rope | None, str]:
+def layer_key_mean(owned: OwnedLayer, text_config: Any, mode: str) -> tuple[torch.Tensor | None, Rope | None, str]:
     """μ [num_kv_heads, D] of this rank's heads, its RoPE, and where μ comes from.
 
     Args:

@@ -61,7 +61,8 @@ def _on_registration(parent: torch.nn.Module, name: str, child: torch.nn.Module 
 
 def _refuse_unsupported(impl: Any, layer_name: str) -> None:
     if impl.unsupported:
+        missing = ", ".join(impl.unsupported)
         raise NotImplementedError(
-            f"layer {layer_name}: kv_cache_dtype={impl.kv_cache_dtype!r} does not support {', '.join(impl.unsupported)}. "
+            f"layer {layer_name}: kv_cache_dtype={impl.kv_cache_dtype!r} does not support {missing}. "
             "Serve this model with kv_cache_dtype='auto', or leave the layer out with --kv-cache-dtype-skip-layers."
         )

@@ -1,0 +1,64 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+
+@pytest.fixture
+def poison_empty(monkeypatch):
+    """Fill uninitialised memory with NaN, or 0xAB in uint8, so that an output that nobody wrote is seen."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point():
+                return tensor.fill_(torch.nan)
+            return tensor.fill_(0xAB) if tensor.dtype == torch.uint8 else tensor
+
+        return wrapper
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tiny tensors: threads would spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """Folder of the real small model that the commands use, fetched on first use."""
+    from turboquant.demo.model import ensure_demo_model
+
+    return ensure_demo_model()
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory) -> Path:
+    return models.save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def qwen2_dir(tmp_path_factory) -> Path:
+    return models.save_qwen2_with_key_bias(tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="session")
+def qwen35_moe_dir(tmp_path_factory) -> Path:
+    return models.save_qwen35_moe(tmp_path_factory.mktemp("qwen35_moe"))
