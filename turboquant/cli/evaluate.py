@@ -24,11 +24,13 @@ def evaluate(
     context_length: Annotated[int, typer.Option(min=2, help="Tokens in one forward pass.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Model dtype: float32, bfloat16, float16.")] = "float32",
     key_mean: Annotated[str, typer.Option(help="K's mean: auto (the k_proj bias, if there is one) or none.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Also write the result, with versions and machine, here.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare a model on a compressed cache with itself on an exact one, all tokens read from the cache."""
     if tasks not in TASKS:
         raise typer.BadParameter(f"{tasks!r} is not a task; allowed: {', '.join(TASKS)}.", param_hint="--tasks")
+    from turboquant.environment import environment_report
     from turboquant.evals.divergence import divergence
     from turboquant.evals.text import load_text
 
@@ -44,6 +46,10 @@ def evaluate(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     row = asdict(result)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report = {"task": tasks, "model": model.name, "text": text, "dtype": dtype, "result": row}
+        output.write_text(json.dumps({**report, "environment": environment_report()}, indent=2) + "\n")
     if json_output:
         typer.echo(json.dumps(row, indent=2))
         return

@@ -26,12 +26,11 @@ def formats(
     if json_output:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("preset", "K bits", "V bits", title="KV cache formats: bytes for one token in one KV head")
-    for dim in head_dim:
-        table.add_column(f"head_dim {dim}", justify="right")
-    for fmt in PRESETS.values():
-        cells = [_cell(row) for row in rows if row["name"] == fmt.name]
-        table.add_row(fmt.name, str(fmt.key_bits), str(fmt.value_bits), *cells)
+    table = Table(title="KV cache formats: one token in one KV head")
+    for heading in ("preset", "K bits", "V bits", "head_dim", "bytes", "bits per element", "against bf16"):
+        table.add_column(heading, justify="left" if heading == "preset" else "right", no_wrap=heading == "preset")
+    for row in rows:
+        table.add_row(*_cells(row), end_section=row["head_dim"] == head_dim[-1])
     console = Console()
     console.print(table)
     console.print("Bits per element count everything that is stored: codes of K and V and an fp16 scale for each.")
@@ -50,5 +49,6 @@ def describe(fmt: KVFormat, head_dim: int) -> dict[str, object]:
     }
 
 
-def _cell(row: dict[str, object]) -> str:
-    return f"{row['slot_bytes']} B  {row['bits_per_element']:.3f} b  {row['ratio_vs_bf16']:.2f}x"
+def _cells(row: dict[str, object]) -> list[str]:
+    whole = [str(row[key]) for key in ("name", "key_bits", "value_bits", "head_dim", "slot_bytes")]
+    return [*whole, f"{row['bits_per_element']:.3f}", f"{row['ratio_vs_bf16']:.2f}x"]

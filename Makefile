@@ -1,0 +1,43 @@
+# Every target that runs something makes the environment (.venv) first, which takes no time once it is there.
+# PYTHON names the Python to make it with; ARGS is passed on, e.g. make demo ARGS="--port 8001".
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu bench lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+setup: ## make the environment
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here: install Python 3.11 or later, or name one with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup ## serve a small model with the exact and the compressed cache, and compare
+	$(BIN)/turboquant demo $(ARGS)
+
+test: setup ## run the tests (fetches the demo model, which some of them serve)
+	$(BIN)/python -m turboquant.demo.model
+	$(BIN)/python -m pytest -m "not gpu" tests $(ARGS)
+
+test-gpu: setup ## run the tests that need a CUDA device
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "error: these tests need a CUDA device, and torch sees none" >&2; exit 1; }
+	$(BIN)/python -m pytest -m gpu tests $(ARGS)
+
+bench: setup ## run the benchmarks
+	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "error: there are no benchmarks yet: they will be benchmarks/*.py" >&2; exit 1; }
+	@set -e; for file in benchmarks/*.py; do echo "==> $$file"; $(BIN)/python $$file $(ARGS); done
+
+lint: setup ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup ## put style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and what was built
+	rm -rf .venv build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
