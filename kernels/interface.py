@@ -23,9 +23,9 @@ from types import ModuleType
 import torch
 
 from turboquant.formats import KVFormat
+from turboquant.kernels.checks import check_devices, check_integers, check_pages, check_shape, check_vectors
 from turboquant.rope import Rope
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS = {"reference": "turboquant.kernels.reference"}
 FORCE_ENV = "TURBOQUANT_KERNELS"
 
@@ -73,14 +73,15 @@ def store_kv(
         ValueError, TypeError: shapes, dtypes or devices do not fit (see the module's table).
         IndexError: a slot lies outside `pages`.
     """
-    _check_heads("key", key, pages, params)
-    _check_heads("value", value, pages, params)
-    if value.shape != key.shape:
-        raise ValueError(f"value has shape {tuple(value.shape)}, key {tuple(key.shape)}: they must be equal.")
+    check_pages(pages, params)
+    for name, tensor in (("key", key), ("value", value)):
+        check_vectors(name, tensor, params.head_dim, num_heads=pages.shape[1])
+    check_shape("value", value, key.shape, "the shape of key")
     for name, tensor in (("slot_mapping", slot_mapping), ("positions", positions)):
-        if tensor.shape != key.shape[:1]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected one entry a token, [{key.shape[0]}].")
-    _check_devices(key, value=value, pages=pages, slot_mapping=slot_mapping, rotation=params.rotation)
+        check_integers(name, tensor)
+        check_shape(name, tensor, key.shape[:1], "one entry a token")
+    check_devices(key, value=value, pages=pages, slot_mapping=slot_mapping, positions=positions)
+    check_devices(key, rotation=params.rotation)
     implementation(key.device).store_kv(key, value, pages, slot_mapping, positions, params)
 
 
@@ -121,21 +122,34 @@ def attend(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit (see the module's table).
     """
-    _check_heads("query", query, pages, params, grouped=True)
+    check_pages(pages, params)
+    check_vectors("query", query, params.head_dim, multiple_of=pages.shape[1])
     for name, tensor in zip(("fresh key", "fresh value"), fresh or (), strict=False):
-        _check_heads(name, tensor, pages, params)
+        check_vectors(name, tensor, params.head_dim, num_heads=pages.shape[1])
+        check_shape(name, tensor[:, 0, 0], query.shape[:1], "as many tokens as query")
+        check_devices(query, **{name: tensor})
+    indices = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    for name, tensor in indices.items():
+        check_integers(name, tensor)
     if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1]:
         raise ValueError(
             f"block_table {tuple(block_table.shape)} and seq_lens {tuple(seq_lens.shape)} do not fit: "
             "expected [num_seqs, max_blocks] and [num_seqs]."
         )
-    if query_start_loc.shape[0] != seq_lens.shape[0] + 1:
+    if query_start_loc.shape != (len(seq_lens) + 1,):
         raise ValueError(
             f"query_start_loc has {len(query_start_loc)} entries: expected {len(seq_lens) + 1}, num_seqs + 1."
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window {sliding_window} is not allowed: at least 1, or None for no window.")
-    _check_devices(query, pages=pages, block_table=block_table, rotation=params.rotation)
+    if sinks is not None:
+        check_shape("sinks", sinks, query.shape[1:2], "one logit a head")
+        check_devices(query, sinks=sinks)
+    if out is not None:
+        check_shape("out", out, query.shape, "the shape of query")
+        check_vectors("out", out, params.head_dim)
+        check_devices(query, out=out)
+    check_devices(query, pages=pages, rotation=params.rotation, **indices)
     out = torch.zeros_like(query) if out is None else out
     implementation(query.device).attend(
         query, pages, block_table, seq_lens, query_start_loc, params, scale=scale, causal=causal,
@@ -154,23 +168,3 @@ def implementation(device: torch.device) -> ModuleType:
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"{FORCE_ENV}={name!r} is not known: allowed are {', '.join(IMPLEMENTATIONS)}, or unset it.")
     return import_module(IMPLEMENTATIONS[name])
-
-
-def _check_heads(name: str, x: torch.Tensor, pages: torch.Tensor, params: KVParams, *, grouped: bool = False) -> None:
-    if pages.ndim != 4 or pages.dtype != torch.uint8:
-        raise TypeError(f"pages must be a 4-D uint8 tensor, got {pages.ndim}-D {pages.dtype}.")
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}: allowed are {', '.join(str(d) for d in FLOAT_DTYPES)}.")
-    num_kv_heads = pages.shape[1]
-    if x.ndim != 3 or x.shape[2] != params.head_dim:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected [num_tokens, heads, {params.head_dim}].")
-    fits = x.shape[1] % num_kv_heads == 0 if grouped else x.shape[1] == num_kv_heads
-    if not fits:
-        expected = f"{'a multiple of ' if grouped else ''}{num_kv_heads}, the KV heads of the pages"
-        raise ValueError(f"{name} has {x.shape[1]} heads: expected {expected}.")
-
-
-def _check_devices(anchor: torch.Tensor, **others: torch.Tensor) -> None:
-    for name, tensor in others.items():
-        if tensor.device != anchor.device:
-            raise ValueError(f"{name} is on {tensor.device}, the rest on {anchor.device}: move it with .to(...).")

@@ -126,13 +126,18 @@ def _take_out_mean(key: torch.Tensor, positions: torch.Tensor, params: KVParams)
     if params.key_mean is None:
         return key, torch.zeros(key.shape[:-1], dtype=torch.bool, device=key.device)
     centred = key - mean_at(params, positions)
-    keeps_mean = torch.linalg.vector_norm(key, dim=-1) <= torch.linalg.vector_norm(centred, dim=-1)
+    keeps_mean = _norm(key) <= _norm(centred)
     return torch.where(keeps_mean[..., None], key, centred), keeps_mean
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """‖x‖ over the last axis, float32. The squares of large bf16 values overflow float32."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).float()
 
 
 def _encode(rotated: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., D] and scales float16 [...] of rotated vectors [..., D]."""
-    norm = torch.linalg.vector_norm(rotated, dim=-1, keepdim=True)
+    norm = _norm(rotated)[..., None]
     finite = norm.isfinite()
     unit = torch.where(finite & (norm > 0), rotated / norm, 0.0)
     codes = torch.bucketize(unit, (centroids[1:] + centroids[:-1]) / 2)
@@ -192,14 +197,19 @@ def _softmax_attention(query, keys, values, means, visible, rotation, scale, sof
     if sinks is not None:
         logits = torch.cat((logits, sinks.float()[:, None, None].expand(-1, num_queries, 1)), dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : keys.shape[1]].view(keys.shape[0], -1, keys.shape[1])
-    rotated = _weighted_sum(weights, values)
+    rotated = _weighted_sum(weights, values, visible)
     return (rotated @ rotation).view(num_heads, num_queries, dim).transpose(0, 1)
 
 
-def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """weights @ values, where a NaN token spoils only the rows that read it (0 · NaN is NaN)."""
-    broken = values.isnan().any(-1)
+def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """weights [Hkv, G·Tq, L] @ values [Hkv, L, D], where a token that is not finite spoils only the rows that see it.
+
+    In a plain product 0 · NaN would spoil the others, too.
+    """
+    broken = ~values.isfinite().all(-1)
     if not broken.any():
         return weights @ values
-    reads_broken = (weights * broken[:, None, :]).sum(-1, keepdim=True) > 0
-    return (weights @ values.nan_to_num()).masked_fill(reads_broken, torch.nan)
+    sees_broken = (visible[None] & broken[:, None, :]).any(-1, keepdim=True)  # [Hkv, Tq, 1]
+    sees_broken = sees_broken.repeat(1, weights.shape[1] // visible.shape[0], 1)
+    finite = torch.where(broken[..., None], 0.0, values)
+    return (weights @ finite).masked_fill(sees_broken, torch.nan)

@@ -123,10 +123,6 @@ THEIRS = {
         LlamaConfig(head_dim=64, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
         64, None, modeling_llama.LlamaRotaryEmbedding, modeling_llama, False,
     ),
-    "llama-dynamic": (
-        LlamaConfig(head_dim=64, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
-        64, None, modeling_llama.LlamaRotaryEmbedding, modeling_llama, False,
-    ),
     "llama3": (
         LlamaConfig(head_dim=128, rope_parameters=LLAMA3),
         128, None, modeling_llama.LlamaRotaryEmbedding, modeling_llama, False,
@@ -139,17 +135,6 @@ THEIRS = {
         Phi3Config(
             hidden_size=384, num_attention_heads=4,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
-        ),
-        96, None, modeling_phi3.Phi3RotaryEmbedding, modeling_phi3, False,
-    ),
-    "phi3-longrope": (
-        Phi3Config(
-            hidden_size=384, num_attention_heads=4, max_position_embeddings=4096,
-            rope_parameters={
-                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
-                "original_max_position_embeddings": 2048,
-                "short_factor": [1.0 + i / 48 for i in range(48)], "long_factor": [2.0 + i for i in range(48)],
-            },
         ),
         96, None, modeling_phi3.Phi3RotaryEmbedding, modeling_phi3, False,
     ),
@@ -189,6 +174,25 @@ def test_rotation_is_transformers_own(case):
     torch.testing.assert_close(rope.rotate(x, positions[:, None]), theirs, atol=1e-4, rtol=1e-4)
     # A scaling that is left out would also leave position 0 unturned; a wrong one shows there alone.
     torch.testing.assert_close(rope.rotate(x, positions[:, None])[:, :, 0], theirs[:, :, 0], atol=1e-6, rtol=1e-6)
+
+
+LENGTH_DEPENDENT = {
+    "dynamic": LlamaConfig(head_dim=64, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
+    "longrope": Phi3Config(
+        hidden_size=384, num_attention_heads=4, max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 2048,
+            "short_factor": [1.0 + i / 48 for i in range(48)], "long_factor": [2.0 + i for i in range(48)],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rope_type", "config"), LENGTH_DEPENDENT.items(), ids=LENGTH_DEPENDENT.keys())
+def test_angles_that_change_with_the_running_length_are_refused(rope_type, config):
+    with pytest.raises(ValueError, match=f"'{rope_type}'.*running length"):
+        rope_from_config(config, 64)
 
 
 def test_yarn_scales_attention():

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 DISTRIBUTION = "turboquant-toolkit"
 PACKAGE = "turboquant"
 
@@ -19,18 +21,13 @@ class MixedInstallationError(ImportError):
 
 def other_owners() -> list[str]:
     """Installed distributions, other than ours, that own files of a top-level package `turboquant`."""
-    owners = set()
-    for dist in metadata.distributions():
-        name = dist.metadata["Name"]
-        if not name or name.lower() == DISTRIBUTION:
-            continue
-        # Reading every distribution's file list would cost seconds; the name or top_level.txt is enough to look closer.
-        top_level = (dist.read_text("top_level.txt") or "").split()
-        if PACKAGE not in top_level and PACKAGE not in name.lower().replace("-", ""):
-            continue
-        if any(Path(str(file)).parts[:1] == (PACKAGE,) for file in dist.files or ()):
-            owners.add(name)
-    return sorted(owners)
+    # Parsing every distribution's file list would cost seconds; searching its text costs milliseconds.
+    owners = {
+        dist.metadata["Name"]
+        for dist in metadata.distributions()
+        if f"\n{PACKAGE}/" in f"\n{dist.read_text('RECORD') or dist.read_text('SOURCES.txt') or ''}"
+    }
+    return sorted(name for name in owners if name and canonicalize_name(name) != DISTRIBUTION)
 
 
 def check_origin() -> None:

@@ -12,7 +12,8 @@ cache and not its bypass. Sliding-window and linear-attention layers keep their 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +26,8 @@ from turboquant.kernels.interface import KVParams
 from turboquant.kernels.reference import EncodedKV, decode_kv, encode_kv
 from turboquant.kv_quantizer import DEFAULT_SEED
 
+_active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
 
 class TurboQuantLayer(CacheLayerMixin):
     """Packed K and V of one layer, append-only. B sequences, T tokens: every plane is [B, T, Hkv, ...]."""
@@ -36,7 +39,9 @@ class TurboQuantLayer(CacheLayerMixin):
         super().__init__()
         self.params = params
         self.encoded: EncodedKV | None = None
-        self.left_padding: torch.Tensor | None = None  # [B] int64, tokens before each sequence's first
+        # K's mean is put back where it was taken out: [B, T] int32, kept only where there is a mean.
+        self.positions: torch.Tensor | None = None
+        self.next_positions: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -46,28 +51,39 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"this layer's K and V have head_dim {dim} and {value_states.shape[-1]}, the cache was built for "
                 f"{self.params.head_dim} of both: use the model's default cache."
             )
-        empty = key_states.new_empty(batch, 0, heads, dim)
-        self.encoded = encode_kv(empty, empty, self._positions(batch, 0, 0), self.params)
+        empty, nowhere = key_states.new_empty(batch, 0, heads, dim), torch.empty(batch, 0, dtype=torch.int32)
+        self.positions = nowhere.to(self.device)
+        self.encoded = encode_kv(empty, empty, self.positions, self.params)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, Hkv, T, D] and return all tokens dequantised, [B, Hkv, T_all, D] in the model's dtype."""
+        """Append [B, Hkv, T, D] and return all tokens dequantised, [B, Hkv, T_all, D] in the model's dtype.
+
+        The new tokens stand at `next_positions` ([B, T] or [1, T]) if that was set, else behind those held.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        batch, _, new, _ = key_states.shape
-        past = self.get_seq_length()
-        at = self._positions(batch, past, past + new)
+        at = self._take_positions(*key_states.shape[::2])
         fresh = encode_kv(key_states.transpose(1, 2), value_states.transpose(1, 2), at, self.params)
         self.encoded = EncodedKV(*(torch.cat(pair, dim=1) for pair in zip(self.encoded, fresh, strict=True)))
-        states = decode_kv(self.encoded, self._positions(batch, 0, past + new), self.params)
-        key, value = (x.to(self.dtype).transpose(1, 2) for x in states)
+        if self.params.key_mean is not None:
+            self.positions = torch.cat((self.positions, at), dim=1)
+        key, value = (x.to(self.dtype).transpose(1, 2) for x in decode_kv(self.encoded, self.positions, self.params))
         return key, value
+
+    def _take_positions(self, batch: int, new: int) -> torch.Tensor:
+        """Positions of the next `new` tokens, int32 [B, new]."""
+        at, self.next_positions = self.next_positions, None
+        if at is None:
+            past = self.get_seq_length()
+            at = torch.arange(past, past + new)[None]
+        return at.to(self.device, torch.int32).expand(batch, new)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: codes and scales of every token, nothing else is kept."""
+        """Bytes of the packed tokens. Where K has a mean, 4 bytes a token and sequence for its position come on top."""
         return 0 if self.encoded is None else sum(plane.nbytes for plane in self.encoded)
 
     def get_seq_length(self) -> int:
@@ -80,42 +96,33 @@ class TurboQuantLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.encoded = self.left_padding = None
+        self.encoded = self.positions = self.next_positions = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last |tokens_to_remove| tokens (a positive value is the length to keep, as in Transformers)."""
-        keep = tokens_to_remove if tokens_to_remove > 0 else self.get_seq_length() + tokens_to_remove
-        self._map_planes(lambda plane: plane[:, :keep])
+        keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.get_seq_length() + tokens_to_remove)
+        self._map(lambda x: x[:, :keep])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_batch(lambda x: x[indices.to(x.device)])
+        self._map(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        self._map_planes(lambda plane: plane.to("cpu", non_blocking=True))
+        self._map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        if self.is_initialized:
-            self._map_planes(lambda plane: plane.to(self.device, non_blocking=True))
+        self._map(lambda x: x.to(self.device, non_blocking=True))
 
-    def _map_planes(self, fn) -> None:
+    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `fn` to everything that is held: all of it has the axes [B, T, ...]."""
         if self.encoded is not None:
-            self.encoded = EncodedKV(*map(fn, self.encoded))
-
-    def _map_batch(self, fn) -> None:
-        self._map_planes(fn)
-        self.left_padding = None if self.left_padding is None else fn(self.left_padding)
-
-    def _positions(self, batch: int, begin: int, end: int) -> torch.Tensor:
-        """Index of each token in its own sequence, [B, end - begin]; padding lies before 0."""
-        at = torch.arange(begin, end, device=self.device).expand(batch, -1)
-        return at if self.left_padding is None else at - self.left_padding[:, None]
+            self.encoded, self.positions = EncodedKV(*map(fn, self.encoded)), fn(self.positions)
 
 
 class CacheSession:
@@ -154,6 +161,11 @@ class CacheSession:
         for index, params in self.params.items():
             layer = cache.layers[index]
             if isinstance(layer, TurboQuantLayer):
+                if layer.params.fmt != self.fmt:
+                    raise ValueError(
+                        f"layer {index} of the cache holds {layer.params.fmt.name}, this block is {self.fmt.name}: "
+                        "start with an empty cache."
+                    )
                 continue
             if type(layer) is not DynamicLayer or layer.get_seq_length():
                 raise ValueError(
@@ -179,28 +191,34 @@ def turboquant_cache(
 
     Raises:
         ValueError: an unknown format, or a model that cannot be served from it.
+        RuntimeError: the model is inside such a block already.
     """
     fmt = KVFormat.from_name(fmt) if isinstance(fmt, str) else fmt
-    session = CacheSession(fmt, layer_params(model, fmt, key_mean=key_mean, seed=seed))
     decoder = model.get_decoder()
-    cache_name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    if decoder in _active:
+        raise RuntimeError("this model is inside a turboquant_cache block already: leave it before entering another.")
+    session = CacheSession(fmt, layer_params(model, fmt, key_mean=key_mean, seed=seed))
+    signature = inspect.signature(decoder.forward)
+    cache_name = "cache" if "cache" in signature.parameters else "past_key_values"
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
     def use_our_cache(_module, args, kwargs):
-        cache = session.compress(kwargs.get(cache_name), text_config(model))
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            _set_left_padding(session.layers, mask)
-        return args, {**kwargs, cache_name: cache}
+        given = signature.bind_partial(*args, **kwargs).arguments
+        given.update(given.pop(rest, {}))
+        given[cache_name] = session.compress(given.get(cache_name), text_config(model))
+        for layer in session.layers:
+            layer.next_positions = _rotary_positions(given.get("position_ids"))
+        return (), given
 
     handle = decoder.register_forward_pre_hook(use_our_cache, with_kwargs=True)
+    _active.add(decoder)
     try:
         yield session
     finally:
         handle.remove()
+        _active.discard(decoder)
 
 
-def _set_left_padding(layers: list[TurboQuantLayer], mask: torch.Tensor) -> None:
-    """From a mask [B, T_all] of ones and zeros: how many zeros lead each row."""
-    padding = (mask.long().cumsum(-1) == 0).sum(-1)
-    for layer in layers:
-        layer.left_padding = padding
+def _rotary_positions(position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """The positions [B, T] that the model turns keys by; of multimodal ones [3 or 4, B, T] those of text."""
+    return position_ids[0] if position_ids is not None and position_ids.ndim == 3 else position_ids

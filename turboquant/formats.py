@@ -58,7 +58,7 @@ class KVFormat:
         canonical = ALIASES.get(name, name)
         if canonical in PRESETS:
             return PRESETS[canonical]
-        close = difflib.get_close_matches(name, [*PRESETS, *ALIASES], n=1)
+        close = difflib.get_close_matches(name.lower(), [*PRESETS, *ALIASES], n=1)
         hint = f" Did you mean {ALIASES.get(close[0], close[0])!r}?" if close else ""
         raise ValueError(f"unknown KV cache format {name!r}.{hint} Allowed: {', '.join(PRESETS)}.")
 

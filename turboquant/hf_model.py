@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -10,11 +9,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from turboquant.formats import KVFormat
+from turboquant.hf_rope import rope_of_layer
 from turboquant.kernels.interface import KVParams
-from turboquant.key_bias import as_key_mean, check_no_hidden_bias
+from turboquant.key_bias import as_key_mean, check_key_norm, check_no_hidden_bias
 from turboquant.kv_quantizer import DEFAULT_SEED, make_params
-from turboquant.rope import Rope, rope_from_config
 
+KEY_MEANS = ("auto", "none")
 COMPRESSED_LAYER_TYPE = "full_attention"
 # These hold a bounded state, or at most one sliding window: they stay as they are.
 EXACT_LAYER_TYPES = {"sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp"}
@@ -35,6 +35,8 @@ def layer_params(
     Raises:
         ValueError: no layer of this model can be compressed, or a layer has a K bias without a usable mean.
     """
+    if key_mean not in KEY_MEANS:
+        raise ValueError(f"key_mean {key_mean!r} is not known: allowed are {', '.join(KEY_MEANS)}.")
     layer_types, _ = get_layer_types_and_kwargs(text_config(model))
     unknown = set(layer_types) - EXACT_LAYER_TYPES - {COMPRESSED_LAYER_TYPE}
     modules = _attention_modules(model)
@@ -61,47 +63,12 @@ def _params_of(model, index: int, module: torch.nn.Module, fmt: KVFormat, key_me
     name = f"{type(module).__name__} {index}"
     projection = getattr(module, "k_proj", None)
     device = next(module.parameters()).device
+    check_key_norm(name, module)
     if projection is None:
         check_no_hidden_bias(name, module)
     bias = getattr(projection, "bias", None)
     if bias is None or not bias.any():
         return make_params(fmt, module.head_dim, seed=seed, device=device)
     mean = as_key_mean(name, module, bias, module.head_dim, key_mean)
-    return make_params(
-        fmt, module.head_dim, key_mean=mean, rope=_rope_of(model, index, module), seed=seed, device=device
-    )
-
-
-def _rope_of(model: PreTrainedModel, index: int, module: torch.nn.Module) -> Rope:
-    """The layer's RoPE: from the config, and in the pair layout that the model's own function turns out to use.
-
-    Raises:
-        ValueError: neither layout reproduces the model's rotation.
-    """
-    config = text_config(model)
-    layer_type = getattr(config, "layer_types", None) and config.layer_types[index]
-    rope = rope_from_config(config, module.head_dim, layer_type=layer_type)
-    probe = torch.randn(1, 1, 3, module.head_dim, generator=torch.Generator().manual_seed(0))
-    at = torch.tensor([[1, 5, 40]])
-    theirs = _rotate_as_model(model, module, probe, at, layer_type)
-    for interleaved in (False, True):
-        candidate = Rope(rope.inv_freq, rope.attention_scaling, interleaved)
-        if theirs is not None and torch.allclose(candidate.rotate(probe, at[:, None]), theirs, atol=1e-3):
-            return candidate
-    raise ValueError(
-        f"the rotary embedding of {type(model).__name__} is not one that we know, so K's mean cannot be placed: "
-        "use its default cache and report this model."
-    )
-
-
-def _rotate_as_model(model, module, x: torch.Tensor, positions: torch.Tensor, layer_type) -> torch.Tensor | None:
-    """x [1, 1, T, D] rotated by the model's own functions, or None where it has none under the usual names."""
-    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    embedding = getattr(model.get_decoder(), "rotary_emb", None)
-    if apply is None or embedding is None:
-        return None
-    device = next(module.parameters()).device
-    x, positions = x.to(device), positions.to(device)
-    nested = isinstance(getattr(embedding, "rope_type", None), dict)
-    cos, sin = embedding(x, positions, layer_type) if nested else embedding(x, positions)
-    return apply(x, x, cos, sin)[1].float().cpu()
+    rope = rope_of_layer(model, index, projection, module.head_dim)
+    return make_params(fmt, module.head_dim, key_mean=mean, rope=rope, seed=seed, device=device)

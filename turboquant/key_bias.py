@@ -27,14 +27,27 @@ def refuse(layer_name: str, reason: str) -> MissingKeyMeanError:
 
 
 def check_no_hidden_bias(layer_name: str, module: torch.nn.Module) -> None:
-    """Refuse a module with a biased projection that may feed K and that we cannot take apart.
+    """Refuse a module with a biased projection, at any depth, that may feed K and that we cannot take apart.
 
     Raises:
         MissingKeyMeanError: naming the projection.
     """
-    for name, child in module.named_children():
-        if name not in OUTPUT_PROJECTIONS and _has_bias(child) and hasattr(child, "weight") and child.weight.ndim == 2:
+    for name, child in module.named_modules():
+        weight = getattr(child, "weight", None)
+        is_projection = isinstance(weight, torch.Tensor) and weight.ndim == 2
+        if is_projection and _has_bias(child) and name.rpartition(".")[2] not in OUTPUT_PROJECTIONS:
             raise refuse(layer_name, f"its projection {name!r} ({type(child).__name__}) is not one that we can split")
+
+
+def check_key_norm(layer_name: str, module: torch.nn.Module) -> None:
+    """Refuse a norm of K that adds a bias itself.
+
+    Raises:
+        MissingKeyMeanError: naming the norm.
+    """
+    for name in KEY_NORMS:
+        if _has_bias(getattr(module, name, None)):
+            raise refuse(layer_name, f"it is {name} that adds it, of which no mean is known")
 
 
 def as_key_mean(layer_name: str, module: torch.nn.Module, bias: torch.Tensor, head_dim: int, mode: str) -> torch.Tensor:
@@ -51,6 +64,6 @@ def as_key_mean(layer_name: str, module: torch.nn.Module, bias: torch.Tensor, he
     return bias.detach().float().cpu().view(-1, head_dim)
 
 
-def _has_bias(module: torch.nn.Module) -> bool:
+def _has_bias(module: object) -> bool:
     bias = getattr(module, "bias", None)
     return isinstance(bias, torch.Tensor) and bool(bias.any())

@@ -15,6 +15,7 @@ import torch
 
 from turboquant.codebook import lloyd_max
 from turboquant.formats import KVFormat, check_head_dim
+from turboquant.kernels.checks import check_mean_heads
 from turboquant.kernels.interface import KVParams
 from turboquant.kernels.reference import EncodedKV, decode_kv, encode_kv
 from turboquant.rope import Rope
@@ -51,12 +52,22 @@ def make_params(
         key_mean = key_mean.to(device, torch.float32) if key_mean.any() else None
     return KVParams(
         fmt=fmt,
-        rotation=hadamard_rotation(head_dim, seed).to(device),
+        rotation=_rotation(head_dim, seed).to(device),
         key_centroids=lloyd_max(head_dim, fmt.key_bits).centroid_tensor(device),
         value_centroids=lloyd_max(head_dim, fmt.value_bits).centroid_tensor(device),
         key_mean=key_mean,
         rope=rope.to(device) if rope is not None and key_mean is not None else None,
     )
+
+
+def _rotation(head_dim: int, seed: int) -> torch.Tensor:
+    try:
+        return hadamard_rotation(head_dim, seed)
+    except ValueError as error:
+        raise ValueError(
+            f"head_dim {head_dim} cannot be rotated: no Hadamard matrix of this order can be made. "
+            "Keep this layer in its own precision (in vLLM: --kv-cache-dtype-skip-layers)."
+        ) from error
 
 
 class KVQuantizer:
@@ -101,6 +112,7 @@ class KVQuantizer:
             _check_vectors(name, x, self.params.head_dim)
         if key.shape != value.shape:
             raise ValueError(f"value has shape {tuple(value.shape)}, key {tuple(key.shape)}: they must be equal.")
+        check_mean_heads(self.params, key.shape[1])
         return encode_kv(key, value, self._positions(key.shape[0], key.device, positions), self.params)
 
     def dequantize(

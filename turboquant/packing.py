@@ -55,10 +55,7 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_codes(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """The inverse of `pack_codes`: uint8 [..., ceil(dim·bits / 8)] to uint8 [..., dim]."""
     _check(packed, bits)
-    if packed.shape[-1] != code_bytes(dim, bits):
-        raise ValueError(
-            f"{packed.shape[-1]} bytes cannot hold {dim} codes of {bits} bits: expected {code_bytes(dim, bits)}."
-        )
+    _check_length(packed, bits, dim)
     words, group_codes = _words(packed, bits)
     shifts = torch.arange(group_codes, device=packed.device) * bits
     codes = (words >> shifts) & (2**bits - 1)
@@ -78,6 +75,7 @@ def look_up(packed: torch.Tensor, bits: int, dim: int, table: torch.Tensor) -> t
     group_codes, group_bytes = _group(bits)
     if group_bytes * 8 > 24 or dim % group_codes:
         return table[unpack_codes(packed, bits, dim).long()]
+    _check_length(packed, bits, dim)
     words, _ = _words(packed, bits)
     if group_bytes == 3:
         # Half a group at a time: a table of 2**24 rows would fit no cache.
@@ -115,7 +113,8 @@ def split_page(pages: torch.Tensor, fmt: KVFormat, head_dim: int) -> PageViews:
         head_dim: D.
 
     Raises:
-        ValueError: the last axis is not this format's slot, or a page is not contiguous.
+        ValueError: the last axis is not this format's slot, a page is not contiguous, or its scales would lie at an
+            odd address (odd block size with an odd number of code bytes).
     """
     num_blocks, num_kv_heads, block_size, slot = pages.shape
     if slot != fmt.slot_bytes(head_dim):
@@ -129,6 +128,11 @@ def split_page(pages: torch.Tensor, fmt: KVFormat, head_dim: int) -> PageViews:
             "use a head-major KV cache layout (LBHNC or BLHNC)."
         )
     at = fmt.planes(block_size, head_dim)
+    if at.key_scales % 2:
+        raise ValueError(
+            f"{block_size} tokens of {fmt.name} at head_dim {head_dim} would put fp16 scales at an odd address: "
+            "use an even block size."
+        )
     flat = pages.as_strided((num_blocks, num_kv_heads, at.end), (pages.stride(0), pages.stride(1), 1))
     scales = flat[..., at.key_scales : at.end].view(torch.float16).unflatten(-1, (2, block_size))
     return PageViews(
@@ -137,6 +141,13 @@ def split_page(pages: torch.Tensor, fmt: KVFormat, head_dim: int) -> PageViews:
         scales[..., 0, :],
         scales[..., 1, :],
     )
+
+
+def _check_length(packed: torch.Tensor, bits: int, dim: int) -> None:
+    if packed.shape[-1] != code_bytes(dim, bits):
+        raise ValueError(
+            f"{packed.shape[-1]} bytes cannot hold {dim} codes of {bits} bits: expected {code_bytes(dim, bits)}."
+        )
 
 
 def _check(tensor: torch.Tensor, bits: int) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+LENGTH_DEPENDENT = {"dynamic", "longrope"}
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -65,9 +67,8 @@ class Rope:
 def rope_from_config(config: Any, head_dim: int, *, layer_type: str | None = None) -> Rope:
     """The rotary embedding that a Transformers text config describes, in the half layout.
 
-    Every rope_type that Transformers knows (linear, dynamic, yarn, longrope, llama3, ...) goes through its own
-    initialiser; types that depend on the running length are taken at their start. The layout of the pairs is not in any
-    config: see `Rope.interleaved`.
+    Every rope_type that Transformers knows (linear, yarn, llama3, ...) goes through its own initialiser. The layout of
+    the pairs is not in any config: see `Rope.interleaved`.
 
     Args:
         config: a text config with `rope_parameters` (Transformers 5).
@@ -75,7 +76,8 @@ def rope_from_config(config: Any, head_dim: int, *, layer_type: str | None = Non
         layer_type: which entry of `rope_parameters` to take where it has one for each layer type (Gemma 3).
 
     Raises:
-        ValueError: the config has no rope_parameters, or none for this layer type.
+        ValueError: the config has no rope_parameters, none for this layer type, or a type whose angles change with the
+            running length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = bool(parameters) and "rope_type" not in parameters
@@ -84,7 +86,12 @@ def rope_from_config(config: Any, head_dim: int, *, layer_type: str | None = Non
     if "rope_type" not in parameters:
         raise ValueError(
             f"{type(config).__name__} has no rope_parameters for layer type {layer_type!r}: "
-            "cannot place K's mean. Serve this model with a mean-free cache or report its config."
+            "cannot place K's mean. Use its default cache."
+        )
+    if parameters["rope_type"] in LENGTH_DEPENDENT:
+        raise ValueError(
+            f"rope_type {parameters['rope_type']!r} turns keys by angles that change with the running length, so K's "
+            "mean has no fixed place: use this model's default cache."
         )
     if parameters["rope_type"] == "default":
         factor = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0

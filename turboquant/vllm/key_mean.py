@@ -8,7 +8,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
-from turboquant.key_bias import as_key_mean, check_no_hidden_bias, refuse
+from turboquant.key_bias import as_key_mean, check_key_norm, check_no_hidden_bias, refuse
 from turboquant.rope import Rope, rope_from_config
 from turboquant.vllm.owner import OwnedLayer
 
@@ -33,6 +33,7 @@ def layer_key_mean(owned: OwnedLayer, text_config: Any, mode: str) -> tuple[torc
             raise refuse(owned.name, "its projection cannot be found in the model")
         logger.warning_once("The module around %s cannot be found: assuming that its keys have no bias.", owned.name)
         return None, None, "none"
+    check_key_norm(owned.name, owned.parent)
     bias = _key_bias(owned)
     if bias is None or not bias.any():
         return None, None, "none (the model has no K bias)"
@@ -62,7 +63,7 @@ def _rope(owned: OwnedLayer, text_config: Any, head_dim: int) -> Rope | None:
         ValueError: the two differ, so that the mean would be put in the wrong place.
     """
     module = getattr(owned.parent, "rotary_emb", None)
-    if module is None:
+    if module is None or not getattr(owned.parent, "use_rope", True):
         return None
     layer_type = "sliding_attention" if owned.layer.sliding_window else "full_attention"
     rope = rope_from_config(text_config, head_dim, layer_type=layer_type)
