@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,9 @@ def evaluate(
     """Compare a model on a compressed cache with itself on an exact one, all tokens read from the cache."""
     if tasks not in TASKS:
         raise typer.BadParameter(f"{tasks!r} is not a task; allowed: {', '.join(TASKS)}.", param_hint="--tasks")
+    if find_spec("transformers") is None:
+        typer.echo("error: eval needs Transformers: pip install 'turboquant-toolkit[eval]'", err=True)
+        raise typer.Exit(1)
     from turboquant.environment import environment_report
     from turboquant.evals.divergence import divergence
     from turboquant.evals.text import load_text

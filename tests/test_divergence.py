@@ -1,0 +1,40 @@
+"""The divergence task: right on what can be computed by hand, and loud about text that is too short."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from turboquant.evals.divergence import _compare
+from turboquant.evals.text import load_text
+
+
+def test_compare_by_hand():
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    exact, packed = torch.stack((p, p)).log(), torch.stack((q, p)).log() + 3.0  # a constant changes nothing
+    kl, same_top, exact_nll, packed_nll = _compare(exact, packed, torch.tensor([2, -1]))
+    by_hand = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    torch.testing.assert_close(kl, torch.tensor([by_hand, 0.0], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert same_top.tolist() == [0.0, 1.0]
+    assert exact_nll[0].item() == pytest.approx(math.log(4), abs=1e-6)
+    assert packed_nll[0].item() == pytest.approx(math.log(4), abs=1e-6)
+    assert exact_nll[1].isnan()
+    assert packed_nll[1].isnan()
+
+
+def test_pydoc_is_long_and_a_file_is_read(tmp_path):
+    assert len(load_text("pydoc")) > 500_000
+    path = tmp_path / "text.txt"
+    path.write_text("Grüße", encoding="utf-8")
+    assert load_text(str(path)) == "Grüße"
+
+
+@pytest.mark.parametrize("content", [None, " \n"], ids=["missing", "empty"])
+def test_text_that_cannot_be_read_is_named(tmp_path, content):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=r"text\.txt"):
+        load_text(str(path))

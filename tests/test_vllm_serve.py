@@ -1,0 +1,42 @@
+"""The way that users take: a real `vllm serve` with nothing but the cache dtype, asked over HTTP."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("vllm")
+openai = pytest.importorskip("openai")
+
+from turboquant.demo.launch import HOST, SERVED_NAME, ServerOptions  # noqa: E402
+from turboquant.demo.server import VllmServer  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def test_a_served_model_answers_from_a_packed_cache(demo_model_dir, tmp_path):
+    memory = 64 << 20
+    options = ServerOptions(
+        demo_model_dir, "turboquant35", port=free_port(), max_model_len=1024, kv_cache_memory_bytes=memory
+    )
+    log = tmp_path / "serve.log"
+    with VllmServer(options, log, Console(quiet=True)) as server:
+        tokens = server.kv_pool().tokens
+        client = openai.OpenAI(base_url=server.base_url, api_key="none")
+        answer = client.chat.completions.create(
+            model=SERVED_NAME,
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=16,
+            temperature=0.0,
+        )
+    assert "Paris" in answer.choices[0].message.content
+    assert 0 <= memory / (30 * 3 * 60) - tokens < 128
+    assert "TurboQuant: turboquant3.5, 60 bytes a token and KV head" in log.read_text()
