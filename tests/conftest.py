@@ -8,6 +8,8 @@ import models
 import pytest
 import torch
 
+pytest.register_assert_rewrite("kernel_cases")
+
 
 @pytest.fixture
 def poison_empty(monkeypatch):
@@ -62,3 +64,37 @@ def qwen2_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def qwen35_moe_dir(tmp_path_factory) -> Path:
     return models.save_qwen35_moe(tmp_path_factory.mktemp("qwen35_moe"))
+
+
+@pytest.fixture(scope="module")
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def _load(path: Path, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def llama(llama_dir):
+    return _load(llama_dir, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def qwen2(qwen2_dir):
+    return _load(qwen2_dir, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def qwen35(qwen35_moe_dir):
+    # Its experts have no float64.
+    return _load(qwen35_moe_dir, torch.float32)
+
+
+@pytest.fixture
+def model(request):
+    """The fixture that a test names by indirect parametrisation."""
+    return request.getfixturevalue(request.param)

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from turboquant.formats import PRESETS, KVFormat, check_head_dim
+from turboquant.formats import ALIASES, PRESETS, KVFormat, check_head_dim
 from turboquant.kernels.interface import KVParams, attend, store_kv
 from turboquant.kv_quantizer import make_params
 from turboquant.vllm import owner
@@ -36,7 +36,7 @@ class TurboQuantBackend(AttentionBackend):
     fmt: ClassVar[KVFormat]
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = list(PRESETS)
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [*PRESETS, *ALIASES]
 
     @classmethod
     def get_name(cls) -> str:

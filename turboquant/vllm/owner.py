@@ -23,15 +23,21 @@ class OwnedLayer:
     parent: torch.nn.Module | None
 
 
-_parents: weakref.WeakKeyDictionary[Any, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
-_contexts: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+@dataclass
+class Ownership:
+    """What is known of an impl's surroundings so far; kept on the impl, so that it goes when the model goes."""
+
+    static_forward_context: dict[str, Any]
+    parent: weakref.ref[torch.nn.Module] | None = None
+
+
 _hook: Any = None
 
 
 def expect(impl: Any, static_forward_context: dict[str, Any]) -> None:
     """Note the parent of this impl's layer as soon as it has one, and refuse `impl.unsupported` there."""
     global _hook
-    _contexts[impl] = static_forward_context
+    impl.ownership = Ownership(static_forward_context)
     if _hook is None:
         _hook = register_module_module_registration_hook(_on_registration)
 
@@ -43,19 +49,19 @@ def find(impl: Any) -> OwnedLayer:
         RuntimeError: vLLM's forward context has no such layer.
         NotImplementedError: the layer asks for something unsupported.
     """
-    layers = (layer for layer in _contexts[impl].values() if getattr(layer, "impl", None) is impl)
-    layer = next(layers, None)
+    layers = impl.ownership.static_forward_context.values()
+    layer = next((layer for layer in layers if getattr(layer, "impl", None) is impl), None)
     if layer is None:
         raise RuntimeError("no attention layer of this model uses the turboquant impl that vLLM asks to finish.")
     _refuse_unsupported(impl, layer.layer_name)
-    parent = _parents.get(impl)
+    parent = impl.ownership.parent
     return OwnedLayer(layer.layer_name, layer, parent() if parent else None)
 
 
 def _on_registration(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
     impl = getattr(child, "impl", None)
-    if impl is not None and impl in _contexts:
-        _parents[impl] = weakref.ref(parent)
+    if isinstance(getattr(impl, "ownership", None), Ownership):
+        impl.ownership.parent = weakref.ref(parent)
         _refuse_unsupported(impl, child.layer_name)
 
 
