@@ -9,7 +9,7 @@ def load_text(source: str) -> str:
     """The text called `source`.
 
     Args:
-        source: "pydoc" for the topics of Python's own help (about 700 kB of English, in every installation), or the
+        source: "pydoc" for the topics of Python's own help (about 450 kB of English, in every installation), or the
             path of a UTF-8 file.
 
     Raises:
