@@ -22,7 +22,7 @@ from turboquant.kernels.interface import KVParams
 from turboquant.packing import look_up, pack_codes, split_page
 
 FP16_MAX = torch.finfo(torch.float16).max
-MAX_LOGITS = 2**25  # a tile of queries holds at most so many logits: 128 MiB
+MAX_LOGITS = 2**22  # a tile of queries holds at most so many logits: 16 MiB
 
 
 class EncodedKV(NamedTuple):
@@ -101,21 +101,24 @@ def attend(
     query, pages, block_table, seq_lens, query_start_loc, params: KVParams,
     *, scale, causal, sliding_window, softcap, sinks, fresh, out,
 ) -> None:  # fmt: skip
-    """See `turboquant.kernels.interface.attend`. One sequence at a time, queries in tiles that bound the logits."""
+    """See `turboquant.kernels.interface.attend`. One sequence at a time, its queries in tiles that bound the logits."""
     planes = EncodedKV(*split_page(pages, params.fmt, params.head_dim))
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    num_heads = query.shape[1]
     for i, seq_len in enumerate(lengths):
         begin, end = starts[i], starts[i + 1]
+        if begin == end:
+            continue
+        past = seq_len - (end - begin)  # position of the first query
+        first = 0 if sliding_window is None else max(0, past - sliding_window + 1)
         own = None if fresh is None else (fresh[0][begin:end], fresh[1][begin:end])
-        tile = max(1, MAX_LOGITS // (num_heads * max(seq_len, 1)))
+        tokens = _read(planes, block_table[i], first, seq_len, params, own, past)
+        tile = max(1, MAX_LOGITS // (query.shape[1] * seq_len))
         for row in range(begin, end, tile):
             stop = min(row + tile, end)
-            first_query = seq_len - (end - row)
-            last = seq_len if not causal else seq_len - (end - stop)
-            first = 0 if sliding_window is None else max(0, first_query - sliding_window + 1)
-            keys, values, means = _read(planes, block_table[i], first, last, params, own, seq_len - (end - begin))
-            visible = _visible(first_query, stop - row, first, last, causal, sliding_window, query.device)
+            queries = range(past + row - begin, past + stop - begin)
+            seen = _seen(queries, seq_len, causal, sliding_window)
+            keys, values, means = (None if x is None else x[:, seen.start - first : seen.stop - first] for x in tokens)
+            visible = _visible(queries, seen, causal, sliding_window, query.device)
             out[row:stop] = _softmax_attention(
                 query[row:stop].float(), keys, values, means, visible, params.rotation, scale, softcap, sinks
             )
@@ -171,11 +174,17 @@ def _read(planes, blocks, first, last, params, own, fresh_from):
     return keys, values, means
 
 
-def _visible(first_query, num_queries, first, last, causal, sliding_window, device) -> torch.Tensor:
-    """Which positions each query reads: bool [num_queries, last - first]."""
-    query_at = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
-    key_at = torch.arange(first, last, device=device)[None, :]
-    visible = torch.ones(num_queries, last - first, dtype=torch.bool, device=device)
+def _seen(queries: range, seq_len: int, causal: bool, sliding_window: int | None) -> range:
+    """The positions that any of the queries (by position) reads."""
+    start = 0 if sliding_window is None else max(0, queries.start - sliding_window + 1)
+    return range(start, queries.stop if causal else seq_len)
+
+
+def _visible(queries: range, seen: range, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
+    """Which of the positions `seen` each query reads: bool [len(queries), len(seen)]."""
+    query_at = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    key_at = torch.arange(seen.start, seen.stop, device=device)[None, :]
+    visible = torch.ones(len(queries), len(seen), dtype=torch.bool, device=device)
     if causal:
         visible &= key_at <= query_at
     if sliding_window is not None:
@@ -206,9 +215,9 @@ def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, visible: torch.Te
 
     In a plain product 0 · NaN would spoil the others, too.
     """
-    broken = ~values.isfinite().all(-1)
-    if not broken.any():
+    if values.sum().isfinite():  # cheap, and rarely wrong about finite values
         return weights @ values
+    broken = ~values.isfinite().all(-1)
     sees_broken = (visible[None] & broken[:, None, :]).any(-1, keepdim=True)  # [Hkv, Tq, 1]
     sees_broken = sees_broken.repeat(1, weights.shape[1] // visible.shape[0], 1)
     finite = torch.where(broken[..., None], 0.0, values)
