@@ -71,6 +71,15 @@ def test_unsupported_attention_is_refused_by_name(field):
     assert routing.UNSUPPORTED[field] in str(error.value)
 
 
+def test_a_layer_under_construction_is_named():
+    class Asking:
+        def __init__(self, prefix: str) -> None:
+            routing.check_supported("turboquant3.5", selector_config(use_mla=True))
+
+    with pytest.raises(NotImplementedError, match=r"layer model\.layers\.3\.self_attn: .*MLA"):
+        Asking(prefix="model.layers.3.self_attn")
+
+
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])
 def test_encoders_are_refused(attn_type):
     config = selector_config()

@@ -7,6 +7,7 @@ any weight is loaded.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from turboquant.formats import ALIASES, PRESETS
@@ -79,7 +80,17 @@ def check_supported(name: str, config: Any) -> None:
         missing.append(f"{attn_type} attention (only causal self-attention has a turboquant cache)")
     if missing:
         raise NotImplementedError(
-            f"kv_cache_dtype={name!r} does not support: {', '.join(missing)}. An attention layer of this model with "
-            f"head size {config.head_size} asks for it. Serve it with kv_cache_dtype='auto', or leave such layers out "
-            "with --kv-cache-dtype-skip-layers."
+            f"{_asking_layer()}: kv_cache_dtype={name!r} does not support {', '.join(missing)}. Serve this model with "
+            "kv_cache_dtype='auto', or leave such layers out with --kv-cache-dtype-skip-layers."
         )
+
+
+def _asking_layer() -> str:
+    """Name of the layer under construction, for an error message: vLLM's selection is not told it."""
+    frame = sys._getframe()
+    while frame is not None:
+        prefix = frame.f_locals.get("prefix")
+        if frame.f_code.co_name == "__init__" and isinstance(prefix, str) and prefix:
+            return f"layer {prefix}"
+        frame = frame.f_back
+    return "an attention layer of this model"
