@@ -39,6 +39,21 @@ def check_vectors(
         raise ValueError(f"{name} has {heads} heads: expected a multiple of {multiple_of}, the KV heads of the pages.")
 
 
+def check_window(window: Any, head_dim: int, num_kv_heads: int, seq_lens: torch.Tensor) -> None:
+    """Window pages are [num_blocks, num_kv_heads, block_size, 2·D] of a float dtype, one table row a sequence."""
+    pages, table = window.pages, window.block_table
+    if pages.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"window pages have dtype {pages.dtype}: allowed are {', '.join(map(str, FLOAT_DTYPES))}.")
+    if pages.ndim != 4 or pages.shape[1] != num_kv_heads or pages.shape[3] != 2 * head_dim:
+        expected = f"[num_blocks, {num_kv_heads}, block_size, {2 * head_dim}]"
+        raise ValueError(f"window pages have shape {tuple(pages.shape)}: expected {expected}.")
+    check_integers("window block_table", table)
+    if table.ndim != 2 or table.shape[0] != seq_lens.shape[0]:
+        raise ValueError(f"window block_table has shape {tuple(table.shape)}: expected one row a sequence.")
+    if window.size < 1:
+        raise ValueError(f"window size {window.size} is not allowed: at least 1, or None for no window.")
+
+
 def check_integers(name: str, x: torch.Tensor) -> None:
     if x.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}: allowed are {', '.join(map(str, INTEGER_DTYPES))}.")

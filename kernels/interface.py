@@ -23,7 +23,14 @@ from types import ModuleType
 import torch
 
 from turboquant.formats import KVFormat
-from turboquant.kernels.checks import check_devices, check_integers, check_pages, check_shape, check_vectors
+from turboquant.kernels.checks import (
+    check_devices,
+    check_integers,
+    check_pages,
+    check_shape,
+    check_vectors,
+    check_window,
+)
 from turboquant.rope import Rope
 
 IMPLEMENTATIONS = {"reference": "turboquant.kernels.reference"}
@@ -53,6 +60,22 @@ class KVParams:
     @property
     def head_dim(self) -> int:
         return self.rotation.shape[0]
+
+
+@dataclass(frozen=True)
+class ExactWindow:
+    """Exact K and V of the first block and of the newest tokens of each sequence, in pages of their own.
+
+    Attributes:
+        pages: [num_blocks, num_kv_heads, block_size, 2·D] float, K then V of each token; outer strides free. This
+            block_size may differ from that of the packed pages.
+        block_table: [num_seqs, max_blocks] int32, one entry for each block_size positions; 0 where none is held.
+        size: W. A query at position p reads exactly the positions above p - W, and those of block 0.
+    """
+
+    pages: torch.Tensor
+    block_table: torch.Tensor
+    size: int
 
 
 def store_kv(
@@ -99,6 +122,8 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: ExactWindow | None = None,
+    strict: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this step's queries over packed pages. Decode, verify, chunked prefill and mixes are one call.
@@ -112,7 +137,11 @@ def attend(
         softcap: logits become softcap · tanh(logits / softcap); 0 for none.
         sinks: [num_heads] float, a logit in the softmax that reads no value (gpt-oss).
         fresh: this step's own (key, value), [num_tokens, num_kv_heads, head_dim], read exactly in place of their
-            packed copies; None reads everything from the pages, as a later decode step would.
+            packed copies; without it everything comes from pages.
+        window: exact tokens of earlier steps; needs `fresh` for those of this one. Where the window has no value for a
+            position that it covers, the packed copy is read.
+        strict: every query reads what a decode step at its position would read: fresh tokens exactly only where the
+            window covers them, and without a window not at all.
         out: where to write; allocated if None.
 
     Returns:
@@ -142,6 +171,11 @@ def attend(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window {sliding_window} is not allowed: at least 1, or None for no window.")
+    if window is not None:
+        check_window(window, params.head_dim, pages.shape[1], seq_lens)
+        check_devices(query, **{"window pages": window.pages, "window block_table": window.block_table})
+        if fresh is None:
+            raise ValueError("window without fresh: this step's tokens are not in the window yet, so pass them, too.")
     if sinks is not None:
         check_shape("sinks", sinks, query.shape[1:2], "one logit a head")
         check_devices(query, sinks=sinks)
@@ -153,7 +187,7 @@ def attend(
     out = torch.zeros_like(query) if out is None else out
     implementation(query.device).attend(
         query, pages, block_table, seq_lens, query_start_loc, params, scale=scale, causal=causal,
-        sliding_window=sliding_window, softcap=softcap, sinks=sinks, fresh=fresh, out=out,
+        sliding_window=sliding_window, softcap=softcap, sinks=sinks, fresh=fresh, window=window, strict=strict, out=out,
     )  # fmt: skip
     return out
 

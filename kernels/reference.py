@@ -1,15 +1,12 @@
-"""The specification: store_kv and attend in plain torch, float32 throughout.
+"""The specification: store_kv and attend in plain torch, float32 throughout. The coding itself is `coding.py`.
 
-Store, for one token and KV head (x is k − RoPE_p(μ), or v):
+Attend takes one sequence at a time and works in the rotated frame:
 
-    y = R·x / ‖x‖      code_i = index of the centroid nearest to y_i      scale = ‖x‖ / ‖ŷ‖  (ŷ the centroids chosen)
+    q·k̂ = (R·q)·(|scale|·ŷ) + [scale ≥ +0]·q·RoPE_p(μ)        packed
+    q·k  = (R·q)·(R·k)                                        exact
+    out  = Rᵀ·Σ w·v'                                          v' packed (scale·ŷ) or exact (R·v), one softmax for both
 
-so that x̂ = scale · Rᵀ·ŷ has the norm of x: reading is one multiply. μ is subtracted from a key only where that makes
-it shorter, since the error is in proportion to what is left. Attention sinks (the first token, above all) are unlike μ
-and carry up to a third of the attention: they keep their own length. The sign of a K scale says which was done:
-negative, or -0, for a key stored without its mean taken out.
-
-Attend works in the rotated frame: q·k̂ = (R·q)·(|scale|·ŷ) + [scale ≥ +0]·q·RoPE_p(μ); the output is rotated back once.
+Which tokens a query reads exactly is `_reads_exactly`; where an exact value is not at hand, the packed copy is read.
 """
 
 from __future__ import annotations
@@ -18,70 +15,26 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant.kernels.interface import KVParams
-from turboquant.packing import look_up, pack_codes, split_page
+from turboquant.kernels.coding import EncodedKV, decode_rotated, encode_kv, taken_out
+from turboquant.kernels.interface import ExactWindow, KVParams
+from turboquant.packing import split_page
 
-FP16_MAX = torch.finfo(torch.float16).max
 MAX_LOGITS = 2**22  # a tile of queries holds at most so many logits: 16 MiB
 
 
-class EncodedKV(NamedTuple):
-    """Packed K and V with any leading axes [...]."""
+class Tokens(NamedTuple):
+    """L consecutive tokens of one sequence, rotated."""
 
-    key_codes: torch.Tensor  # [..., key_code_bytes] uint8
-    value_codes: torch.Tensor  # [..., value_code_bytes] uint8
-    key_scales: torch.Tensor  # [...] float16
-    value_scales: torch.Tensor  # [...] float16
+    keys: torch.Tensor  # [Hkv, L, D] float32, packed copies, the mean not in them
+    values: torch.Tensor  # [Hkv, L, D] float32
+    means: torch.Tensor | None  # [Hkv, L, D] float32, RoPE_p(μ) where it was taken out; not rotated by R
+    exact_keys: torch.Tensor | None  # [Hkv, L, D] float32, anything where not held
+    exact_values: torch.Tensor | None  # [Hkv, L, D] float32
+    held: torch.Tensor | None  # [L] bool: exact values are at hand
 
-
-def mean_at(params: KVParams, positions: torch.Tensor) -> torch.Tensor:
-    """RoPE_p(μ): positions [...] to float32 [..., num_kv_heads, D]."""
-    assert params.key_mean is not None
-    at = positions[..., None]
-    return params.rope.rotate(params.key_mean, at) if params.rope else params.key_mean.expand(*at.shape[:-1], -1, -1)
-
-
-def encode_kv(key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, params: KVParams) -> EncodedKV:
-    """Quantise and pack K and V.
-
-    Args:
-        key, value: [..., num_kv_heads, D] float.
-        positions: [...] int64, index in the sequence.
-    """
-    key, keeps_mean = _take_out_mean(key.float(), positions, params)
-    key_codes, key_scales = _encode(key @ params.rotation.T, params.key_centroids)
-    value_codes, value_scales = _encode(value.float() @ params.rotation.T, params.value_centroids)
-    return EncodedKV(
-        pack_codes(key_codes, params.fmt.key_bits),
-        pack_codes(value_codes, params.fmt.value_bits),
-        torch.where(keeps_mean, -key_scales, key_scales),
-        value_scales,
-    )
-
-
-def decode_rotated(encoded: EncodedKV, params: KVParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """|scale| · ŷ of K (a mean that was taken out is not in it) and V, in the rotated frame: two float32 [..., D]."""
-    fmt, dim = params.fmt, params.head_dim
-    key = look_up(encoded.key_codes, fmt.key_bits, dim, params.key_centroids)
-    value = look_up(encoded.value_codes, fmt.value_bits, dim, params.value_centroids)
-    return key * encoded.key_scales.float().abs()[..., None], value * encoded.value_scales.float()[..., None]
-
-
-def taken_out(encoded: EncodedKV, positions: torch.Tensor, params: KVParams) -> torch.Tensor:
-    """What to add back to K: RoPE_p(μ), or zero for a key that kept its mean. float32 [..., num_kv_heads, D].
-
-    Args:
-        positions: [...] int64, the ones that the keys were stored with.
-    """
-    return mean_at(params, positions).masked_fill(encoded.key_scales.signbit()[..., None], 0.0)
-
-
-def decode_kv(encoded: EncodedKV, positions: torch.Tensor, params: KVParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `encode_kv`, up to the quantisation error: two float32 [..., num_kv_heads, D]."""
-    key, value = (x @ params.rotation for x in decode_rotated(encoded, params))
-    if params.key_mean is not None:
-        key = key + taken_out(encoded, positions, params)
-    return key, value
+    def part(self, begin: int, end: int) -> Tokens:
+        held = None if self.held is None else self.held[begin:end]
+        return Tokens(*(None if x is None else x[:, begin:end] for x in self[:-1]), held)
 
 
 def store_kv(key, value, pages, slot_mapping, positions, params: KVParams) -> None:
@@ -99,9 +52,9 @@ def store_kv(key, value, pages, slot_mapping, positions, params: KVParams) -> No
 
 def attend(
     query, pages, block_table, seq_lens, query_start_loc, params: KVParams,
-    *, scale, causal, sliding_window, softcap, sinks, fresh, out,
+    *, scale, causal, sliding_window, softcap, sinks, fresh, window, strict, out,
 ) -> None:  # fmt: skip
-    """See `turboquant.kernels.interface.attend`. One sequence at a time, its queries in tiles that bound the logits."""
+    """See `turboquant.kernels.interface.attend`. Queries go in tiles that bound the logits."""
     planes = EncodedKV(*split_page(pages, params.fmt, params.head_dim))
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     for i, seq_len in enumerate(lengths):
@@ -111,67 +64,73 @@ def attend(
         past = seq_len - (end - begin)  # position of the first query
         first = 0 if sliding_window is None else max(0, past - sliding_window + 1)
         own = None if fresh is None else (fresh[0][begin:end], fresh[1][begin:end])
-        tokens = _read(planes, block_table[i], first, seq_len, params, own, past)
+        held_blocks = None if window is None else window.block_table[i]
+        tokens = _read(planes, block_table[i], window, held_blocks, own, range(first, seq_len), past, params, strict)
         tile = max(1, MAX_LOGITS // (query.shape[1] * seq_len))
         for row in range(begin, end, tile):
             stop = min(row + tile, end)
             queries = range(past + row - begin, past + stop - begin)
             seen = _seen(queries, seq_len, causal, sliding_window)
-            keys, values, means = (None if x is None else x[:, seen.start - first : seen.stop - first] for x in tokens)
+            part = tokens.part(seen.start - first, seen.stop - first)
             visible = _visible(queries, seen, causal, sliding_window, query.device)
+            exact = None
+            if part.held is not None:
+                exact = visible & part.held & _reads_exactly(queries, seen, past, window, strict, query.device)
             out[row:stop] = _softmax_attention(
-                query[row:stop].float(), keys, values, means, visible, params.rotation, scale, softcap, sinks
+                query[row:stop].float(), part, visible, exact, params.rotation, scale, softcap, sinks
             )
 
 
-def _take_out_mean(key: torch.Tensor, positions: torch.Tensor, params: KVParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., Hkv, D] as they are quantised, and which of them [..., Hkv] kept their mean."""
-    if params.key_mean is None:
-        return key, torch.zeros(key.shape[:-1], dtype=torch.bool, device=key.device)
-    centred = key - mean_at(params, positions)
-    keeps_mean = _norm(key) <= _norm(centred)
-    return torch.where(keeps_mean[..., None], key, centred), keeps_mean
+def _read(planes, blocks, window, held_blocks, own, wanted: range, past: int, params: KVParams, strict: bool) -> Tokens:
+    """The tokens at positions `wanted`: packed copies from pages, exact ones from window pages and this step's own."""
+    only_exact = own is not None and not strict
+    packed_end = min(wanted.stop, max(past, wanted.start)) if only_exact else wanted.stop
+    keys, values, means = _read_packed(planes, blocks, range(wanted.start, packed_end), params)
+    missing = wanted.stop - packed_end
+    keys, values, means = (
+        None if x is None else torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (keys, values, means)
+    )
+    if own is None or (strict and window is None):
+        return Tokens(keys, values, means, None, None, None)
+    exact = torch.zeros(2, *keys.shape, device=keys.device)
+    held = torch.zeros(len(wanted), dtype=torch.bool, device=keys.device)
+    if window is not None:
+        _read_window(exact, held, window, held_blocks, wanted, past)
+    from_own = slice(max(past, wanted.start) - past, None)
+    at = slice(max(past, wanted.start) - wanted.start, None)
+    for kind in (0, 1):
+        exact[kind][:, at] = own[kind][from_own].float().transpose(0, 1)
+    held[at] = True
+    return Tokens(keys, values, means, *(exact @ params.rotation.T), held)
 
 
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    """‖x‖ over the last axis, float32. The squares of large bf16 values overflow float32."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).float()
-
-
-def _encode(rotated: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [..., D] and scales float16 [...] of rotated vectors [..., D]."""
-    norm = _norm(rotated)[..., None]
-    finite = norm.isfinite()
-    unit = torch.where(finite & (norm > 0), rotated / norm, 0.0)
-    codes = torch.bucketize(unit, (centroids[1:] + centroids[:-1]) / 2)
-    scale = norm / torch.linalg.vector_norm(centroids[codes], dim=-1, keepdim=True)
-    scale = torch.where(finite, scale.clamp(max=FP16_MAX), torch.nan)
-    return codes.to(torch.uint8), scale.squeeze(-1).half()
-
-
-def _read(planes, blocks, first, last, params, own, fresh_from):
-    """K and V (rotated) and RoPE_p(μ) of positions first..last-1: three float32 [Hkv, last - first, D], μ or None.
-
-    `own` are the exact (key, value) of positions fresh_from.., which then replace the packed copies.
-    """
-    packed_end = last if own is None else min(last, max(fresh_from, first))
+def _read_packed(planes, blocks, wanted: range, params: KVParams):
+    """K and V (rotated) and RoPE_p(μ) of the packed tokens `wanted`: three float32 [Hkv, len(wanted), D], μ or None."""
     block_size = planes.key_scales.shape[2]
-    first_block = first // block_size
-    chosen = blocks[first_block : -(-packed_end // block_size)].long()
-    tokens = slice(first - first_block * block_size, packed_end - first_block * block_size)
+    first_block = wanted.start // block_size
+    chosen = blocks[first_block : -(-wanted.stop // block_size)].long()
+    tokens = slice(wanted.start - first_block * block_size, wanted.stop - first_block * block_size)
     encoded = EncodedKV(*(plane[chosen].transpose(1, 2).flatten(0, 1)[tokens] for plane in planes))
     keys, values = (x.transpose(0, 1) for x in decode_rotated(encoded, params))
-    means = None
-    if params.key_mean is not None:
-        positions = torch.arange(first, packed_end, device=keys.device)
-        means = taken_out(encoded, positions, params).transpose(0, 1)
-    if own is not None:
-        exact = slice(packed_end - fresh_from, last - fresh_from)
-        own_keys, own_values = ((x[exact].float() @ params.rotation.T).transpose(0, 1) for x in own)
-        keys, values = torch.cat((keys, own_keys), 1), torch.cat((values, own_values), 1)
-        # An exact key still has its mean in it.
-        means = None if means is None else torch.cat((means, torch.zeros_like(own_keys)), 1)
-    return keys, values, means
+    if params.key_mean is None:
+        return keys, values, None
+    positions = torch.arange(wanted.start, wanted.stop, device=keys.device)
+    return keys, values, taken_out(encoded, positions, params).transpose(0, 1)
+
+
+def _read_window(exact, held, window: ExactWindow, blocks, wanted: range, past: int) -> None:
+    """Fill exact [2, Hkv, L, D] and held [L] from window pages: block 0, and the tokens that a query may still need.
+
+    A block that has left the window may belong to somebody else by now, whatever the table says.
+    """
+    block_size = window.pages.shape[2]
+    at = torch.arange(wanted.start, min(wanted.stop, past), device=held.device)
+    at = at[(at < block_size) | (at > past - window.size)]
+    of = blocks[at // block_size].long()
+    at, of = at[of > 0], of[of > 0]
+    tokens = window.pages[of, :, at % block_size].float()  # [n, Hkv, 2·D]
+    exact[:, :, at - wanted.start] = tokens.unflatten(-1, (2, -1)).permute(2, 1, 0, 3)
+    held[at - wanted.start] = True
 
 
 def _seen(queries: range, seq_len: int, causal: bool, sliding_window: int | None) -> range:
@@ -180,10 +139,15 @@ def _seen(queries: range, seq_len: int, causal: bool, sliding_window: int | None
     return range(start, queries.stop if causal else seq_len)
 
 
+def _grid(queries: range, seen: range, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of queries [Tq, 1] and of tokens [1, L]."""
+    query_at = torch.arange(queries.start, queries.stop, device=device)
+    return query_at[:, None], torch.arange(seen.start, seen.stop, device=device)[None, :]
+
+
 def _visible(queries: range, seen: range, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
     """Which of the positions `seen` each query reads: bool [len(queries), len(seen)]."""
-    query_at = torch.arange(queries.start, queries.stop, device=device)[:, None]
-    key_at = torch.arange(seen.start, seen.stop, device=device)[None, :]
+    query_at, key_at = _grid(queries, seen, device)
     visible = torch.ones(len(queries), len(seen), dtype=torch.bool, device=device)
     if causal:
         visible &= key_at <= query_at
@@ -192,22 +156,66 @@ def _visible(queries: range, seen: range, causal: bool, sliding_window: int | No
     return visible
 
 
-def _softmax_attention(query, keys, values, means, visible, rotation, scale, softcap, sinks) -> torch.Tensor:
-    """[Tq, H, D] queries against [Hkv, L, D] keys and values: [Tq, H, D]."""
+def _reads_exactly(queries: range, seen: range, past: int, window: ExactWindow | None, strict: bool, device):
+    """Which of the positions `seen` each query takes exactly if it can: bool [len(queries), len(seen)]."""
+    query_at, key_at = _grid(queries, seen, device)
+    exact = (key_at >= past).expand(len(queries), -1) & (not strict)
+    if window is not None:
+        exact = exact | (key_at > query_at - window.size) | (key_at < window.pages.shape[2])
+    return exact
+
+
+def _softmax_attention(query, tokens: Tokens, visible, exact, rotation, scale, softcap, sinks) -> torch.Tensor:
+    """[Tq, H, D] queries against one sequence's tokens, those in `exact` [Tq, L] taken exactly: [Tq, H, D]."""
     num_queries, num_heads, dim = query.shape
-    grouped = query.unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G·Tq, D]
-    logits = (grouped @ rotation.T) @ keys.transpose(1, 2)
-    if means is not None:
-        logits += grouped @ means.transpose(1, 2)
+    num_kv_heads = tokens.keys.shape[0]
+    group = num_heads // num_kv_heads
+    tokens, exact, mixed = _settle(tokens, visible, exact)
+    grouped = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G·Tq, D]
+    rotated = grouped @ rotation.T
+    logits = rotated @ tokens.keys.transpose(1, 2)
+    if tokens.means is not None:
+        logits += grouped @ tokens.means.transpose(1, 2)
+    if mixed is not None:
+        logits[..., mixed] = torch.where(
+            exact.repeat(group, 1), rotated @ tokens.exact_keys[:, mixed].transpose(1, 2), logits[..., mixed]
+        )
     logits = logits.view(num_heads, num_queries, -1) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         logits = torch.cat((logits, sinks.float()[:, None, None].expand(-1, num_queries, 1)), dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., : keys.shape[1]].view(keys.shape[0], -1, keys.shape[1])
-    rotated = _weighted_sum(weights, values, visible)
-    return (rotated @ rotation).view(num_heads, num_queries, dim).transpose(0, 1)
+    weights = torch.softmax(logits, dim=-1)[..., : visible.shape[1]].view(num_kv_heads, group * num_queries, -1)
+    if mixed is None:
+        output = _weighted_sum(weights, tokens.values, visible)
+    else:
+        from_exact = weights[..., mixed] * exact.repeat(group, 1)
+        weights[..., mixed] -= from_exact
+        packed = visible.clone()
+        packed[:, mixed] &= ~exact
+        output = _weighted_sum(weights, tokens.values, packed)
+        output += _weighted_sum(from_exact, tokens.exact_values[:, mixed], exact)
+    return (output @ rotation).view(num_heads, num_queries, dim).transpose(0, 1)
+
+
+def _settle(tokens: Tokens, visible: torch.Tensor, exact: torch.Tensor | None):
+    """Where all queries that see a token take it exactly, let the exact values stand for the packed ones.
+
+    Returns the tokens, and of the others that some query takes exactly: `exact` [Tq, n] and their indices [n], or None.
+    """
+    if exact is None or not exact.any():
+        return tokens, None, None
+    taken = exact.any(0)
+    settled = (taken & (exact | ~visible).all(0))[:, None]
+    means = None if tokens.means is None else tokens.means.masked_fill(settled, 0.0)
+    tokens = tokens._replace(
+        keys=torch.where(settled, tokens.exact_keys, tokens.keys),
+        values=torch.where(settled, tokens.exact_values, tokens.values),
+        means=means,
+    )
+    mixed = (taken & ~settled[:, 0]).nonzero().flatten()
+    return (tokens, exact[:, mixed], mixed) if mixed.numel() else (tokens, None, None)
 
 
 def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ that a test does not write is 0xFF, which makes a scale NaN; block-table entries
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -207,18 +208,24 @@ def cached_by_hand(step: Step, i: int, first: int = 0) -> tuple[np.ndarray, np.n
     return key, value
 
 
-def naive_attend(step: Step, fresh: bool = False) -> torch.Tensor:
-    """One query and one head at a time; where `fresh`, this step's own tokens are exact."""
+def naive_attend(
+    step: Step, fresh: bool = False, reads_exactly: Callable[[int, int, int], bool] | None = None
+) -> torch.Tensor:
+    """One query and one head at a time.
+
+    Exact are this step's own tokens where `fresh`, or else those of which `reads_exactly(i, query_at, at)` says so.
+    """
     options = step.options
     window = options.get("sliding_window")
     out, row = np.zeros(step.query.shape), 0
     for i, (count, length) in enumerate(step.case.seqs):
         first = 0 if window is None else max(0, length - count - window + 1)
-        keys, values = cached_by_hand(step, i, first)
-        if fresh:
-            keys[length - count :] = step.keys[i][length - count :].double().numpy()
-            values[length - count :] = step.values[i][length - count :].double().numpy()
+        packed = cached_by_hand(step, i, first)
+        exact = [x[i].double().numpy() for x in (step.keys, step.values)]
         for position in range(length - count, length):
+            rule = reads_exactly or (lambda _i, _query_at, at, past=length - count: fresh and at >= past)
+            takes_exact = np.array([rule(i, position, at) for at in range(length)])[:, None, None]
+            keys, values = (np.where(takes_exact, *pair) for pair in zip(exact, packed, strict=True))
             visible = [
                 at
                 for at in range(length)

@@ -23,7 +23,7 @@ from kernel_cases import (
     token_spans,
 )
 
-from turboquant.kernels import reference
+from turboquant.kernels import coding
 from turboquant.kernels.interface import store_kv
 
 pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread")
@@ -49,7 +49,7 @@ def test_zero_stays_exactly_zero(mean):
 def test_a_key_that_is_the_mean_comes_back_exactly():
     """What is left to quantise is zero, and its scale is +0: the mean is added back."""
     step = build(Case(seqs=((3, 20),), mean=30.0, rope=HALF))
-    step.keys[0] = reference.mean_at(step.params, torch.arange(20))
+    step.keys[0] = coding.mean_at(step.params, torch.arange(20))
     step.pages.fill_(0xFF)
     store(step)
     assert (cached_by_hand(step, 0)[0] == mean_of(step.params, 20)).all()

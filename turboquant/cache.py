@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from turboquant.formats import KVFormat
 from turboquant.hf_model import layer_params, text_config
+from turboquant.kernels.coding import EncodedKV, decode_kv, encode_kv
 from turboquant.kernels.interface import KVParams
-from turboquant.kernels.reference import EncodedKV, decode_kv, encode_kv
 from turboquant.kv_quantizer import DEFAULT_SEED
 
 _active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -6,7 +6,7 @@
     V: the same without a mean
 
 The paper's Algorithm 1 with three changes: a Hadamard rotation in place of a dense one, the matched-norm scale, and K's
-mean, which models with a K bias cannot do without. The arithmetic is `kernels/reference.py`; this class checks input.
+mean, which models with a K bias cannot do without. The arithmetic is `kernels/coding.py`; this class checks input.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from turboquant.codebook import lloyd_max
 from turboquant.formats import KVFormat, check_head_dim
 from turboquant.kernels.checks import check_mean_heads
+from turboquant.kernels.coding import EncodedKV, decode_kv, encode_kv
 from turboquant.kernels.interface import KVParams
-from turboquant.kernels.reference import EncodedKV, decode_kv, encode_kv
 from turboquant.rope import Rope
 from turboquant.rotation import hadamard_rotation
 
