@@ -1,7 +1,8 @@
 """How far a model moves when its cache is compressed: KL divergence from the same model with an exact cache.
 
 Teacher-forced: one forward pass a context, every key and value that a query reads taken from the packed cache, its own
-token's included. That is what decoding from this cache would see at each position, all at once.
+token's included (but for an exact window, if there is one). That is what decoding from this cache would see at each
+position, all at once.
 
     KL_i = Σ_v p_i(v) · log(p_i(v) / q_i(v))      p: exact cache, q: compressed, at position i, over the vocabulary
 """
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from turboquant.cache import turboquant_cache
 from turboquant.formats import KVFormat
+from turboquant.window import window_size
 
 ROWS = 256  # positions whose whole-vocabulary distributions are compared at once
 
@@ -29,7 +31,10 @@ class Divergence:
         kl_mean, kl_median, kl_p99, kl_max: of KL, in nats.
         top1: share of positions where both models have the same most likely token, 0 to 1.
         delta_ppl: relative change of perplexity, 0.01 for one per cent more.
-        bits_per_element: of the packed cache, measured from the bytes that it holds.
+        bits_per_element: of the packed tokens, scales included, measured from the bytes that the cache holds.
+        bits_per_element_with_window: of all that it holds at this context length: exact tokens in the model's dtype,
+            too.
+        window: how many of the newest tokens were read exactly, the first block with them; 0 for none.
         kv_cache_dtype, num_tokens, context_length: what was measured.
     """
 
@@ -40,6 +45,8 @@ class Divergence:
     bits_per_element: float
     kl_median: float
     kl_max: float
+    bits_per_element_with_window: float
+    window: int
     kv_cache_dtype: str
     num_tokens: int
     context_length: int
@@ -54,6 +61,7 @@ def divergence(
     context_length: int = 1024,
     dtype: str = "float32",
     key_mean: str = "auto",
+    window: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Divergence:
     """Measure `kv_cache_dtype` on the model in `model_dir`.
@@ -63,7 +71,7 @@ def divergence(
         num_tokens: tokens to score, rounded down to whole contexts (one shorter context if fewer than one).
         context_length: tokens in one forward pass.
         dtype: the model's, "float32", "bfloat16" or "float16".
-        key_mean: see `turboquant.cache.turboquant_cache`.
+        key_mean, window: see `turboquant.cache.turboquant_cache`.
         on_progress: called with contexts done and in all.
 
     Raises:
@@ -74,10 +82,11 @@ def divergence(
         raise ValueError(f"dtype {dtype!r} is not known: allowed are float32, bfloat16, float16.")
     contexts = tokenize(model_dir, text, num_tokens, context_length)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
-    rows, bits = [], 0.0
+    window = window_size(window)
+    rows, bits = [], (0.0, 0.0)
     for done, context in enumerate(contexts):
         on_progress(done, len(contexts))
-        scores, bits = _score_context(model, fmt, context[None], key_mean)
+        scores, bits = _score_context(model, fmt, context[None], key_mean, window)
         rows.append(scores)
     on_progress(len(contexts), len(contexts))
     kl, same_top, exact_nll, packed_nll = torch.cat(rows, dim=1)
@@ -86,9 +95,11 @@ def divergence(
         kl_p99=kl.quantile(0.99).item(),
         top1=same_top.mean().item(),
         delta_ppl=(packed_nll.nanmean() - exact_nll.nanmean()).expm1().item(),
-        bits_per_element=bits,
+        bits_per_element=bits[0],
         kl_median=kl.median().item(),
         kl_max=kl.max().item(),
+        bits_per_element_with_window=bits[1],
+        window=window,
         kv_cache_dtype=fmt.name,
         num_tokens=contexts.numel(),
         context_length=contexts.shape[1],
@@ -110,16 +121,19 @@ def tokenize(model_dir: Path | str, text: str, num_tokens: int, context_length: 
 
 
 @torch.inference_mode()
-def _score_context(model: PreTrainedModel, fmt: KVFormat, ids: torch.Tensor, key_mean: str):
-    """float64 [4, T] of one context [1, T] (KL, same top-1, exact and packed NLL of the next token), and the bits."""
+def _score_context(model: PreTrainedModel, fmt: KVFormat, ids: torch.Tensor, key_mean: str, window: int):
+    """Of one context [1, T]: float64 [4, T] (KL, same top-1, exact and packed NLL of the next token), and the bits."""
     ids = ids.to(model.device)
     exact = model(input_ids=ids).logits[0]
-    with turboquant_cache(model, fmt, key_mean=key_mean) as session:
+    with turboquant_cache(model, fmt, key_mean=key_mean, window=window) as session:
         packed = model(input_ids=ids).logits[0]
     elements = sum(2 * layer.params.head_dim * layer.encoded.key_scales.numel() for layer in session.layers)
     targets = torch.cat((ids[0, 1:], ids.new_full((1,), -1)))
     tiles = zip(exact.split(ROWS), packed.split(ROWS), targets.split(ROWS), strict=True)
-    return torch.cat([_compare(*tile) for tile in tiles], dim=1).cpu(), 8 * session.nbytes / elements
+    return torch.cat([_compare(*tile) for tile in tiles], dim=1).cpu(), (
+        8 * session.packed_nbytes / elements,
+        8 * session.nbytes / elements,
+    )
 
 
 def _compare(exact: torch.Tensor, packed: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ class Tokens(NamedTuple):
 
     keys: torch.Tensor  # [Hkv, L, D] float32, packed copies, the mean not in them
     values: torch.Tensor  # [Hkv, L, D] float32
-    means: torch.Tensor | None  # [Hkv, L, D] float32, RoPE_p(μ) where it was taken out; not rotated by R
-    exact_keys: torch.Tensor | None  # [Hkv, L, D] float32, anything where not held
-    exact_values: torch.Tensor | None  # [Hkv, L, D] float32
-    held: torch.Tensor | None  # [L] bool: exact values are at hand
+    means: torch.Tensor | None = None  # [Hkv, L, D] float32, RoPE_p(μ) where it was taken out; not rotated by R
+    exact_keys: torch.Tensor | None = None  # [Hkv, L, D] float32, anything where not held
+    exact_values: torch.Tensor | None = None  # [Hkv, L, D] float32
+    held: torch.Tensor | None = None  # [L] bool: exact values are at hand
 
     def part(self, begin: int, end: int) -> Tokens:
         held = None if self.held is None else self.held[begin:end]
@@ -76,7 +76,7 @@ def attend(
             exact = None
             if part.held is not None:
                 exact = visible & part.held & _reads_exactly(queries, seen, past, window, strict, query.device)
-            out[row:stop] = _softmax_attention(
+            out[row:stop] = softmax_attention(
                 query[row:stop].float(), part, visible, exact, params.rotation, scale, softcap, sinks
             )
 
@@ -91,7 +91,7 @@ def _read(planes, blocks, window, held_blocks, own, wanted: range, past: int, pa
         None if x is None else torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (keys, values, means)
     )
     if own is None or (strict and window is None):
-        return Tokens(keys, values, means, None, None, None)
+        return Tokens(keys, values, means)
     exact = torch.zeros(2, *keys.shape, device=keys.device)
     held = torch.zeros(len(wanted), dtype=torch.bool, device=keys.device)
     if window is not None:
@@ -165,7 +165,7 @@ def _reads_exactly(queries: range, seen: range, past: int, window: ExactWindow |
     return exact
 
 
-def _softmax_attention(query, tokens: Tokens, visible, exact, rotation, scale, softcap, sinks) -> torch.Tensor:
+def softmax_attention(query, tokens: Tokens, visible, exact, rotation, scale, softcap, sinks) -> torch.Tensor:
     """[Tq, H, D] queries against one sequence's tokens, those in `exact` [Tq, L] taken exactly: [Tq, H, D]."""
     num_queries, num_heads, dim = query.shape
     num_kv_heads = tokens.keys.shape[0]

@@ -10,7 +10,8 @@ from cache_cases import DENSE_MODELS, DENSE_TOKEN_BYTES, EVERY_MODEL, FMT, SAME,
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer, QuantizedCache
 
-from turboquant.cache import TurboQuantLayer, turboquant_cache
+from turboquant.cache import turboquant_cache
+from turboquant.cache_layer import TurboQuantLayer
 from turboquant.formats import PRESETS
 from turboquant.key_bias import MissingKeyMeanError
 

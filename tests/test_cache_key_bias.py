@@ -11,7 +11,8 @@ import transformers
 from cache_cases import DENSE_TOKEN_BYTES, FMT, kl, prompt, stepwise_logits
 from models import BOS, VOCAB
 
-from turboquant.cache import TurboQuantLayer, turboquant_cache
+from turboquant.cache import turboquant_cache
+from turboquant.cache_layer import TurboQuantLayer
 from turboquant.formats import PRESETS
 from turboquant.key_bias import MissingKeyMeanError, check_no_hidden_bias
 from turboquant.kv_quantizer import make_params

@@ -7,7 +7,7 @@ import torch
 from cache_cases import FMT
 from transformers.cache_utils import DynamicLayer
 
-from turboquant.cache import TurboQuantLayer
+from turboquant.cache_layer import TurboQuantLayer
 from turboquant.formats import PRESETS
 from turboquant.kv_quantizer import KVQuantizer, make_params
 from turboquant.rope import Rope

@@ -39,7 +39,7 @@ def layer_params(
         raise ValueError(f"key_mean {key_mean!r} is not known: allowed are {', '.join(KEY_MEANS)}.")
     layer_types, _ = get_layer_types_and_kwargs(text_config(model))
     unknown = set(layer_types) - EXACT_LAYER_TYPES - {COMPRESSED_LAYER_TYPE}
-    modules = _attention_modules(model)
+    modules = attention_modules(model)
     indices = [i for i, kind in enumerate(layer_types) if kind == COMPRESSED_LAYER_TYPE]
     if unknown or not indices or any(i not in modules for i in indices):
         what = f"layer types {sorted(unknown)}" if unknown else "no full-attention layer that we can find"
@@ -50,7 +50,7 @@ def layer_params(
     return {i: _params_of(model, i, modules[i], fmt, key_mean, seed) for i in indices}
 
 
-def _attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     """Softmax-attention modules by layer index: those with a layer_idx and a head_dim."""
     found = {}
     for module in model.get_decoder().modules():

@@ -25,6 +25,9 @@ def evaluate(
     context_length: Annotated[int, typer.Option(min=2, help="Tokens in one forward pass.")] = 1024,
     dtype: Annotated[str, typer.Option(help="Model dtype: float32, bfloat16, float16.")] = "float32",
     key_mean: Annotated[str, typer.Option(help="K's mean: auto (the k_proj bias, if there is one) or none.")] = "auto",
+    window: Annotated[
+        int | None, typer.Option(min=0, help="Newest tokens read exactly; else by TURBOQUANT_WINDOW, else 0.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the result, with versions and machine, here.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -44,7 +47,7 @@ def evaluate(
             bar = progress.add_task(f"{kv_cache_dtype} on {model.name}", total=None)
             result = divergence(
                 model, kv_cache_dtype, load_text(text), num_tokens=num_tokens, context_length=context_length,
-                dtype=dtype, key_mean=key_mean,
+                dtype=dtype, key_mean=key_mean, window=window,
                 on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
             )  # fmt: skip
     except (ValueError, OSError) as error:
