@@ -34,7 +34,7 @@ class Divergence:
         bits_per_element: of the packed tokens, scales included, measured from the bytes that the cache holds.
         bits_per_element_with_window: of all that it holds at this context length: exact tokens in the model's dtype,
             too.
-        window: how many of the newest tokens were read exactly, the first block with them; 0 for none.
+        window: how many of the newest tokens were read exactly, the first few with them; 0 for none.
         kv_cache_dtype, num_tokens, context_length: what was measured.
     """
 

@@ -50,6 +50,8 @@ def check_window(window: Any, head_dim: int, num_kv_heads: int, seq_lens: torch.
     check_integers("window block_table", table)
     if table.ndim != 2 or table.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"window block_table has shape {tuple(table.shape)}: expected one row a sequence.")
+    if not 0 <= window.first <= pages.shape[2]:
+        raise ValueError(f"window first {window.first} is not allowed: 0 to {pages.shape[2]}, the window's block size.")
     if window.size < 1:
         raise ValueError(f"window size {window.size} is not allowed: at least 1, or None for no window.")
 

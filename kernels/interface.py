@@ -32,6 +32,7 @@ from turboquant.kernels.checks import (
     check_window,
 )
 from turboquant.rope import Rope
+from turboquant.window import FIRST_TOKENS
 
 IMPLEMENTATIONS = {"reference": "turboquant.kernels.reference"}
 FORCE_ENV = "TURBOQUANT_KERNELS"
@@ -64,18 +65,20 @@ class KVParams:
 
 @dataclass(frozen=True)
 class ExactWindow:
-    """Exact K and V of the first block and of the newest tokens of each sequence, in pages of their own.
+    """Exact K and V of the first and of the newest tokens of each sequence, in pages of their own.
 
     Attributes:
         pages: [num_blocks, num_kv_heads, block_size, 2·D] float, K then V of each token; outer strides free. This
             block_size may differ from that of the packed pages.
         block_table: [num_seqs, max_blocks] int32, one entry for each block_size positions; 0 where none is held.
-        size: W. A query at position p reads exactly the positions above p - W, and those of block 0.
+        size: W. A query at position p reads exactly the positions above p - W, and the first ones.
+        first: how many those are, at most block_size.
     """
 
     pages: torch.Tensor
     block_table: torch.Tensor
     size: int
+    first: int = FIRST_TOKENS
 
 
 def store_kv(

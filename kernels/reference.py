@@ -119,13 +119,13 @@ def _read_packed(planes, blocks, wanted: range, params: KVParams):
 
 
 def _read_window(exact, held, window: ExactWindow, blocks, wanted: range, past: int) -> None:
-    """Fill exact [2, Hkv, L, D] and held [L] from window pages: block 0, and the tokens that a query may still need.
+    """Fill exact [2, Hkv, L, D] and held [L] from window pages: the first tokens, and those that a query may need.
 
     A block that has left the window may belong to somebody else by now, whatever the table says.
     """
     block_size = window.pages.shape[2]
     at = torch.arange(wanted.start, min(wanted.stop, past), device=held.device)
-    at = at[(at < block_size) | (at > past - window.size)]
+    at = at[(at < window.first) | (at > past - window.size)]
     of = blocks[at // block_size].long()
     at, of = at[of > 0], of[of > 0]
     tokens = window.pages[of, :, at % block_size].float()  # [n, Hkv, 2·D]
@@ -161,7 +161,7 @@ def _reads_exactly(queries: range, seen: range, past: int, window: ExactWindow |
     query_at, key_at = _grid(queries, seen, device)
     exact = (key_at >= past).expand(len(queries), -1) & (not strict)
     if window is not None:
-        exact = exact | (key_at > query_at - window.size) | (key_at < window.pages.shape[2])
+        exact = exact | (key_at > query_at - window.size) | (key_at < window.first)
     return exact
 
 

@@ -11,7 +11,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from turboquant.cache import turboquant_cache
 from turboquant.formats import PRESETS
 from turboquant.hf_window import WindowedLayer
-from turboquant.window import FIRST_BLOCK, window_size
+from turboquant.window import FIRST_TOKENS, window_size
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -46,20 +46,20 @@ def test_a_larger_window_is_closer(model):
 
 
 def test_which_tokens_are_exact(llama):
-    """Keys in the middle are packed, the first block and the newest are not: by corrupting what is held."""
+    """Keys in the middle are packed, the first few and the newest are not: by corrupting what is held."""
     ids = prompt(LENGTH)
     with turboquant_cache(llama, FMT, window=16) as session:
         llama(ids, use_cache=True)
     layer = session.layers[0]
     assert isinstance(layer, WindowedLayer)
     # A query at LENGTH reads exactly from LENGTH - 16 + 1 on; the one at LENGTH is yet to come.
-    assert layer.exact_at.tolist() == [*range(FIRST_BLOCK), *range(LENGTH - 15, LENGTH)]
+    assert layer.exact_at.tolist() == [*range(FIRST_TOKENS), *range(LENGTH - 15, LENGTH)]
 
 
 def test_bytes_are_packed_and_exact_ones(llama):
     with turboquant_cache(llama, FMT, window=16) as session:
         llama(prompt(LENGTH), use_cache=True)
-    exact_tokens, element_bytes = FIRST_BLOCK + 15, 8  # the fixture runs in float64
+    exact_tokens, element_bytes = FIRST_TOKENS + 15, 8  # the fixture runs in float64
     assert session.packed_nbytes == LENGTH * 4 * PRESETS[FMT].slot_bytes(64)
     assert session.nbytes - session.packed_nbytes == exact_tokens * 4 * 2 * 64 * element_bytes
 

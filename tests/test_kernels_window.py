@@ -9,6 +9,7 @@ import torch
 from kernel_cases import HALF, TOLERANCES, Case, Step, assert_close, build, naive_attend, store
 
 from turboquant.kernels.interface import ExactWindow
+from turboquant.window import FIRST_TOKENS
 
 pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread")
 
@@ -26,7 +27,7 @@ STRICT = pytest.mark.parametrize("strict", [False, True], ids=["fresh-exact", "s
 
 
 def window_of(step: Step, size: int, block_size: int, fill: float = torch.nan) -> ExactWindow:
-    """A window as an allocator keeps it: block 0, and the blocks that hold the last `size` tokens before this step.
+    """A window as an allocator keeps it: the first tokens, and the last `size` tokens before this step.
 
     Everything else is `fill`: freed blocks, whose numbers stay in the table, and the parts of blocks not yet written.
     """
@@ -40,7 +41,7 @@ def window_of(step: Step, size: int, block_size: int, fill: float = torch.nan) -
             number = 1 + sum(counts[:i]) + block
             table[i, block] = number
             for at in range(block * block_size, min((block + 1) * block_size, past)):
-                if at < block_size or at > past - size:
+                if at < FIRST_TOKENS or at > past - size:
                     both = (step.keys[i][at], step.values[i][at])
                     pages[number, :, at % block_size] = torch.cat([x.float() for x in both], dim=-1)
     return ExactWindow(pages, table, size)
@@ -52,7 +53,7 @@ def rule(step: Step, window: ExactWindow, strict: bool):
     def reads_exactly(i: int, query_at: int, at: int) -> bool:
         queries, length = step.case.seqs[i]
         past = length - queries
-        wanted = at > query_at - window.size or at < block_size or (at >= past and not strict)
+        wanted = at > query_at - window.size or at < window.first or (at >= past and not strict)
         return wanted and (at >= past or bool(window.block_table[i, at // block_size]))
 
     return reads_exactly
@@ -135,6 +136,7 @@ WRONG = {
     "table-dtype": ({"block_table": lambda x: x.float()}, TypeError, "window block_table has dtype"),
     "table-rows": ({"block_table": lambda x: x[:2]}, ValueError, "window block_table has shape .* one row a sequence"),
     "size": ({"size": lambda _: 0}, ValueError, "window size 0"),
+    "first": ({"first": lambda _: 9}, ValueError, "window first 9 .* 0 to 8"),
 }
 
 

@@ -44,13 +44,13 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [[0, *torch.randint(2, 512, (n - 1,), generator=generator).tolist()] for n in lengths]
 
 
-def through_transformers(path, prompts, max_tokens, fmt="turboquant3.5", dtype=torch.float32):
+def through_transformers(path, prompts, max_tokens, fmt="turboquant3.5", dtype=torch.float32, window=0):
     """Greedy continuations with our cache: tokens, log-probability of each, gap to the second-best token."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     results = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        with turboquant_cache(model, fmt):
+        with turboquant_cache(model, fmt, window=window):
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
                 do_sample=False, output_logits=True, return_dict_in_generate=True,

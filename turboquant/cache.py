@@ -106,7 +106,7 @@ def turboquant_cache(
         model: a decoder-only Transformers model; hybrids with linear attention included.
         fmt: a preset or its name.
         key_mean: "auto" takes K's mean from the k_proj bias where there is one; "none" refuses such a model.
-        window: W, how many of the newest tokens stay exact, the first block with them; TURBOQUANT_WINDOW if None.
+        window: W, how many of the newest tokens stay exact, the first few with them; TURBOQUANT_WINDOW if None.
         seed: of the rotation.
 
     Raises:

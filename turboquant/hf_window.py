@@ -20,13 +20,13 @@ from turboquant.cache_layer import TurboQuantLayer
 from turboquant.kernels import reference
 from turboquant.kernels.coding import EncodedKV, decode_rotated, taken_out
 from turboquant.kernels.interface import KVParams
-from turboquant.window import FIRST_BLOCK
+from turboquant.window import FIRST_TOKENS
 
 ATTENTION = "turboquant"
 
 
 class WindowedLayer(TurboQuantLayer):
-    """All tokens packed, and those of the first block and the newest W exact as well.
+    """All tokens packed, and the first few and the newest W exact as well.
 
     Attributes:
         window: W.
@@ -93,7 +93,7 @@ class WindowedLayer(TurboQuantLayer):
         """Drop exact values that no later query will read; after a whole forward pass, as layers may share K and V."""
         if self.exact is not None:
             past = self.get_seq_length()
-            first = FIRST_BLOCK + (0 if self.starts is None else int(self.starts.max()))
+            first = FIRST_TOKENS + (0 if self.starts is None else int(self.starts.max()))
             self._keep_exact((self.exact_at < first) | (self.exact_at > past - self.window))
 
     def _keep_exact(self, kept: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class WindowedLayer(TurboQuantLayer):
         key_at = torch.arange(total, device=self.device)[None]
         query_at = torch.arange(total - visible.shape[0], total, device=self.device)[tile, None]
         start = 0 if self.starts is None else self.starts[row]
-        return (key_at > query_at - self.window) | (key_at < start + FIRST_BLOCK)
+        return (key_at > query_at - self.window) | (key_at < start + FIRST_TOKENS)
 
 
 def leading_zeros(mask: torch.Tensor | None) -> torch.Tensor | None:

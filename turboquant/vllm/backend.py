@@ -19,13 +19,14 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from turboquant.formats import ALIASES, PRESETS, KVFormat, check_head_dim
-from turboquant.kernels.interface import KVParams, attend, store_kv
+from turboquant.kernels.interface import ExactWindow, KVParams, attend, store_kv
 from turboquant.kv_quantizer import make_params
 from turboquant.vllm import owner
 from turboquant.vllm.key_mean import layer_key_mean
 from turboquant.vllm.metadata import TurboQuantMetadata, TurboQuantMetadataBuilder
 from turboquant.vllm.options import Options
 from turboquant.vllm.routing import enum_name
+from turboquant.vllm.window import WindowCache
 
 logger = init_logger("vllm.turboquant")
 
@@ -118,6 +119,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.fmt = KVFormat.from_name(kv_cache_dtype)
         self.params: KVParams | None = None
+        self.window: WindowCache | None = None
 
         config = get_current_vllm_config()
         self.options = Options.load(config.additional_config)
@@ -136,6 +138,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         layer = owner.find(self)
         mean, rope, source = layer_key_mean(layer, self.text_config, self.options.key_mean)
         self.params = make_params(self.fmt, self.head_size, key_mean=mean, rope=rope, device=self.device)
+        if self.options.window:
+            self.window = WindowCache(layer.layer, self.fmt, act_dtype, self.options.window)
+            self.ownership.static_forward_context[self.window.layer_name] = self.window
         logger.info_once(
             "TurboQuant: %s, %d bytes a token and KV head (%.3f bits per element, scales included), K's mean: %s, "
             "a prefill chunk reads its own tokens %s.",
@@ -150,6 +155,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return
         n = metadata.num_actual_tokens
         store_kv(key[:n], value[:n], kv_cache, slot_mapping[:n], metadata.positions, self.params)
+        if self._window_metadata() is not None:
+            slots = get_forward_context().slot_mapping[self.window.layer_name]
+            self.window.store(key[:n], value[:n], slots[:n])
 
     def forward(
         self,
@@ -169,16 +177,22 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if attn_metadata is None:  # warm-up
             return output
         n = attn_metadata.num_actual_tokens
+        held = self._window_metadata()
+        window = None if held is None else ExactWindow(self.window.pages, held.block_table, self.window.size)
         attend(
             query[:n], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.query_start_loc,
             self.params, scale=self.scale, sliding_window=self.sliding_window, softcap=self.softcap, sinks=self.sinks,
-            fresh=(key[:n], value[:n]) if self.options.prefill_reads == "exact" else None, out=output[:n],
+            fresh=(key[:n], value[:n]), window=window, strict=self.options.prefill_reads == "packed", out=output[:n],
         )  # fmt: skip
         return output
+
+    def _window_metadata(self) -> TurboQuantMetadata | None:
+        """The companion's metadata of this step; None where there is no window."""
+        return None if self.window is None else _layer_metadata(self.window.layer_name)
 
 
 def _layer_metadata(layer_name: str) -> TurboQuantMetadata | None:
     metadata = get_forward_context().attn_metadata
     if isinstance(metadata, list):  # micro-batches: the base model's comes first
         metadata = metadata[0]
-    return metadata[layer_name] if isinstance(metadata, dict) else metadata
+    return metadata.get(layer_name) if isinstance(metadata, dict) else metadata

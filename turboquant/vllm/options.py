@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ENV_PREFIX = "TURBOQUANT_"
 
@@ -18,12 +18,14 @@ class Options(BaseModel):
             later decode step will read of them. Evaluations use "packed", so that nothing exact leaks in.
         key_mean: "auto" takes K's mean from the k_proj bias where the model has one; "none" never takes one, and
             refuses a model with a K bias.
+        window: how many of the newest tokens of a sequence are read exactly, its first few with them; 0 for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefill_reads: Literal["exact", "packed"] = "exact"
     key_mean: Literal["auto", "none"] = "auto"
+    window: int = Field(default=0, ge=0)
 
     @classmethod
     def load(cls, additional_config: Any) -> Options:

@@ -57,11 +57,20 @@ def hooks_module(version: Version) -> str:
 
 
 def register() -> None:
-    """Make every preset and alias a valid `kv_cache_dtype` in this process.
+    """Make every preset and alias a valid `kv_cache_dtype` in this process, windows included.
 
     An unsupported vLLM is logged as an error and left alone, so that a vLLM upgrade cannot take down servers that use
     no turboquant cache; vLLM then refuses the format's name itself.
     """
+    register_names()
+    if _registered:
+        from turboquant.vllm.window_manager import register_window
+
+        register_window()
+
+
+def register_names() -> None:
+    """The part of `register` that command line parsers need. Idempotent."""
     global _registered
     if _registered:
         return
@@ -78,8 +87,8 @@ def register() -> None:
 
 
 def register_early() -> None:
-    """Register as soon as vLLM's argument module exists, and be no platform (returns None).
+    """Register the names as soon as vLLM's argument module exists, and be no platform (returns None).
 
     `vllm bench latency` and its kin build their parsers, choices and all, before general plugins are loaded.
     """
-    wrapt.register_post_import_hook(lambda _module: register(), "vllm.engine.arg_utils")
+    wrapt.register_post_import_hook(lambda _module: register_names(), "vllm.engine.arg_utils")
