@@ -143,9 +143,10 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             self.ownership.static_forward_context[self.window.layer_name] = self.window
         logger.info_once(
             "TurboQuant: %s, %d bytes a token and KV head (%.3f bits per element, scales included), K's mean: %s, "
-            "a prefill chunk reads its own tokens %s.",
+            "a prefill chunk reads its own tokens %s, exact window: %s.",
             self.fmt.name, self.fmt.slot_bytes(self.head_size), self.fmt.bits_per_element(self.head_size), source,
             "exactly" if self.options.prefill_reads == "exact" else "from the packed pages",
+            f"the newest {self.options.window} tokens" if self.options.window else "none",
         )  # fmt: skip
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
