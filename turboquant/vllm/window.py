@@ -93,6 +93,7 @@ class WindowCache(torch.nn.Module, AttentionLayerBase):
             dtype=torch.uint8,
             state_content_bytes=token_bytes,
             sliding_window=self.size,
+            margin_tokens=2 * (vllm_config.num_speculative_tokens + 1) if vllm_config.speculative_config else 0,
             # Recurrent state cannot be rewound to compute a hit's last tokens again.
             replay_tokens=0 if vllm_config.model_config.is_hybrid else self.size + block_size,
         )

@@ -20,9 +20,6 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-# Drafts that are rejected move the end of a sequence back: so many tokens more than W keep their blocks.
-MARGIN_TOKENS = 32
-
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
@@ -30,9 +27,15 @@ class WindowSpec(SlidingWindowSpec):
 
     Attributes:
         replay_tokens: tokens at the end of a prefix hit that are computed again; 0 for none.
+        margin_tokens: how many more than W keep their blocks: rejected drafts move the end of a sequence back.
     """
 
     replay_tokens: int = 0
+    margin_tokens: int = 0
+
+    @property
+    def held_tokens(self) -> int:
+        return self.sliding_window + self.margin_tokens
 
     @property
     def prefix_replay_tokens(self) -> int:
@@ -40,7 +43,7 @@ class WindowSpec(SlidingWindowSpec):
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Block 0, the tail before this step, and that of this step."""
-        tail = cdiv(self.sliding_window + MARGIN_TOKENS, self.block_size) + 1
+        tail = cdiv(self.held_tokens, self.block_size) + 1
         return min(1 + 2 * tail, cdiv(max_model_len, self.block_size))
 
 
@@ -97,7 +100,7 @@ class WindowManager(SlidingWindowManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         blocks = self.req_to_blocks.get(request_id, [])
-        skipped = (processed_computed_tokens - self.sliding_window - MARGIN_TOKENS) // self.block_size
+        skipped = (processed_computed_tokens - self.kv_cache_spec.held_tokens) // self.block_size
         gone = [b for b in range(1, min(skipped, len(blocks))) if not blocks[b].is_null]
         self.block_pool.free_blocks([blocks[b] for b in reversed(gone)])
         for block in gone:
@@ -137,7 +140,7 @@ class WindowManager(SlidingWindowManager):
 
     def _is_held(self, block: int, num_tokens: int) -> bool:
         """Does a sequence of num_tokens hold this block: the first, or one of the tail?"""
-        return block == 0 or (block + 1) * self.block_size > num_tokens - self.sliding_window - MARGIN_TOKENS
+        return block == 0 or (block + 1) * self.block_size > num_tokens - self.kv_cache_spec.held_tokens
 
     def _first_block_after_hit(self, computed_tokens: int) -> int:
         """Blocks below this one are not, or not wholly, written after a prefix hit of so many tokens."""
