@@ -11,6 +11,7 @@ Which tokens a query reads exactly is `_reads_exactly`; where an exact value is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -66,13 +67,11 @@ def attend(
         own = None if fresh is None else (fresh[0][begin:end], fresh[1][begin:end])
         held_blocks = None if window is None else window.block_table[i]
         tokens = _read(planes, block_table[i], window, held_blocks, own, range(first, seq_len), past, params, strict)
-        tile = max(1, MAX_LOGITS // (query.shape[1] * seq_len))
-        for row in range(begin, end, tile):
-            stop = min(row + tile, end)
+        for row, stop in tiles(begin, end, query.shape[1], seq_len):
             queries = range(past + row - begin, past + stop - begin)
             seen = _seen(queries, seq_len, causal, sliding_window)
             part = tokens.part(seen.start - first, seen.stop - first)
-            visible = _visible(queries, seen, causal, sliding_window, query.device)
+            visible = visible_to(queries, seen, causal, sliding_window, query.device)
             exact = None
             if part.held is not None:
                 exact = visible & part.held & _reads_exactly(queries, seen, past, window, strict, query.device)
@@ -145,7 +144,13 @@ def _grid(queries: range, seen: range, device) -> tuple[torch.Tensor, torch.Tens
     return query_at[:, None], torch.arange(seen.start, seen.stop, device=device)[None, :]
 
 
-def _visible(queries: range, seen: range, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
+def tiles(begin: int, end: int, num_heads: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Cut query rows begin..end-1 into pieces of at most MAX_LOGITS logits: (first row, row past the last)."""
+    size = max(1, MAX_LOGITS // (num_heads * num_tokens))
+    return ((row, min(row + size, end)) for row in range(begin, end, size))
+
+
+def visible_to(queries: range, seen: range, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
     """Which of the positions `seen` each query reads: bool [len(queries), len(seen)]."""
     query_at, key_at = _grid(queries, seen, device)
     visible = torch.ones(len(queries), len(seen), dtype=torch.bool, device=device)
@@ -158,11 +163,15 @@ def _visible(queries: range, seen: range, causal: bool, sliding_window: int | No
 
 def _reads_exactly(queries: range, seen: range, past: int, window: ExactWindow | None, strict: bool, device):
     """Which of the positions `seen` each query takes exactly if it can: bool [len(queries), len(seen)]."""
-    query_at, key_at = _grid(queries, seen, device)
+    key_at = torch.arange(seen.start, seen.stop, device=device)
     exact = (key_at >= past).expand(len(queries), -1) & (not strict)
-    if window is not None:
-        exact = exact | (key_at > query_at - window.size) | (key_at < window.first)
-    return exact
+    return exact if window is None else exact | in_window(queries, seen, window.size, window.first, device)
+
+
+def in_window(queries: range, seen: range, size: int, first: int, device) -> torch.Tensor:
+    """Which of the positions `seen` each query's window of `size` covers, the `first` ones with it: bool as above."""
+    query_at, key_at = _grid(queries, seen, device)
+    return (key_at > query_at - size) | (key_at < first)
 
 
 def softmax_attention(query, tokens: Tokens, visible, exact, rotation, scale, softcap, sinks) -> torch.Tensor:

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 
-pytest.register_assert_rewrite("kernel_cases")
+pytest.register_assert_rewrite("kernel_cases", "engine")
 
 
 @pytest.fixture

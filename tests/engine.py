@@ -6,6 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from turboquant.cache import turboquant_cache
+
 # One process: errors at start-up keep their type, and a boot takes seconds. `vllm serve` is tested as it is served.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -59,3 +65,37 @@ def greedy(llm, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[in
 def _tokens_and_logprobs(completion) -> tuple[list[int], list[float]]:
     steps = zip(completion.token_ids, completion.logprobs, strict=True)
     return list(completion.token_ids), [step[token].logprob for token, step in steps]
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[0, *torch.randint(2, 512, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def through_transformers(path, prompts, max_tokens, fmt="turboquant3.5", dtype=torch.float32, window=0):
+    """Greedy continuations with our cache: tokens, log-probability of each, gap to the second-best token."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    results = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with turboquant_cache(model, fmt, window=window):
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
+                do_sample=False, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        top = torch.stack(out.logits)[:, 0].float().log_softmax(-1).topk(2).values
+        results.append((out.sequences[0, len(prompt) :].tolist(), top[:, 0].tolist(), (top[:, 0] - top[:, 1]).tolist()))
+    return results
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    return next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+
+
+def assert_same_answers(ours: list, theirs: list) -> None:
+    """Answers of `greedy` and of `through_transformers`: equal, or different first where two tokens tie within 1e-3."""
+    for (tokens, logprobs), (hf_tokens, hf_logprobs, gaps) in zip(ours, theirs, strict=True):
+        first = first_difference(tokens, hf_tokens)
+        assert first is None or gaps[first] < 1e-3
+        same = len(tokens) if first is None else first
+        assert logprobs[:same] == pytest.approx(hf_logprobs[:same], abs=1e-3)

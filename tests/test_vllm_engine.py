@@ -15,10 +15,19 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from engine import ALL_PACKED, POOL_BYTES, engine, greedy, pool  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from engine import (  # noqa: E402
+    ALL_PACKED,
+    POOL_BYTES,
+    assert_same_answers,
+    engine,
+    first_difference,
+    greedy,
+    pool,
+    random_prompts,
+    through_transformers,
+)
+from transformers import AutoTokenizer  # noqa: E402
 
-from turboquant.cache import turboquant_cache  # noqa: E402
 from turboquant.formats import PRESETS  # noqa: E402
 from turboquant.key_bias import MissingKeyMeanError  # noqa: E402
 
@@ -39,33 +48,8 @@ TEXTS = [
 FLIP = 0.7
 
 
-def random_prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [[0, *torch.randint(2, 512, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def through_transformers(path, prompts, max_tokens, fmt="turboquant3.5", dtype=torch.float32, window=0):
-    """Greedy continuations with our cache: tokens, log-probability of each, gap to the second-best token."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    results = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with turboquant_cache(model, fmt, window=window):
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
-                do_sample=False, output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
-        top = torch.stack(out.logits)[:, 0].float().log_softmax(-1).topk(2).values
-        results.append((out.sequences[0, len(prompt) :].tolist(), top[:, 0].tolist(), (top[:, 0] - top[:, 1]).tolist()))
-    return results
-
-
 def tokens_that_fit(slot_bytes: int) -> float:
     return POOL_BYTES / (SMOL_LAYERS * SMOL_KV_HEADS * slot_bytes)
-
-
-def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    return next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
 
 
 def test_pool_and_answers_on_the_demo_model(demo_model_dir, one_thread):
@@ -100,13 +84,7 @@ def test_every_preset_serves_and_agrees_with_transformers(llama_dir, fmt):
     prompts = random_prompts(1, 6, 41, 130, 200, 7, 33, 64)
     with engine(llama_dir, fmt, additional_config=ALL_PACKED, skip_tokenizer_init=True) as llm:
         ours = greedy(llm, prompts, 12)
-    for (tokens, logprobs), (hf_tokens, hf_logprobs, gaps) in zip(
-        ours, through_transformers(llama_dir, prompts, 12, fmt), strict=True
-    ):
-        first = first_difference(tokens, hf_tokens)
-        assert first is None or gaps[first] < 1e-3
-        same = 12 if first is None else first
-        assert logprobs[:same] == pytest.approx(hf_logprobs[:same], abs=1e-3)
+    assert_same_answers(ours, through_transformers(llama_dir, prompts, 12, fmt))
 
 
 def test_chunked_prefill_and_prefix_hits_change_nothing(llama_dir):

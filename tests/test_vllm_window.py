@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine import engine, greedy
-from test_vllm_engine import first_difference, random_prompts, through_transformers
+from engine import assert_same_answers, engine, greedy, random_prompts, through_transformers
 
 from turboquant.vllm import backend
 from turboquant.vllm.window import window_block_size
@@ -84,11 +83,7 @@ def test_the_engine_reads_what_transformers_reads(llama_dir, monkeypatch, pressu
     oracle = Oracle(monkeypatch)
     (ours,) = answers(llama_dir, FMT, WINDOW, **pressure)
     theirs = through_transformers(llama_dir, random_prompts(*LENGTHS), 16, FMT, window=WINDOW)
-    for (tokens, logprobs), (hf_tokens, hf_logprobs, gaps) in zip(ours, theirs, strict=True):
-        first = first_difference(tokens, hf_tokens)
-        assert first is None or gaps[first] < 1e-3
-        same = len(tokens) if first is None else first
-        assert logprobs[:same] == pytest.approx(hf_logprobs[:same], abs=1e-3)
+    assert_same_answers(ours, theirs)
     assert oracle.bad == 0
     assert oracle.reads > 1000
 

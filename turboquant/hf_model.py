@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from turboquant.formats import KVFormat
-from turboquant.hf_rope import rope_of_layer
+from turboquant.hf_rope import ropes_of_layers
 from turboquant.kernels.interface import KVParams
 from turboquant.key_bias import as_key_mean, check_key_norm, check_no_hidden_bias
 from turboquant.kv_quantizer import DEFAULT_SEED, make_params
@@ -47,7 +47,15 @@ def layer_params(
             f"{type(model).__name__} has {what}: a turboquant cache holds {COMPRESSED_LAYER_TYPE} layers, beside "
             f"{', '.join(sorted(EXACT_LAYER_TYPES))}. Use its default cache."
         )
-    return {i: _params_of(model, i, modules[i], fmt, key_mean, seed) for i in indices}
+    means = {i: mean for i in indices if (mean := _key_mean(i, modules[i], key_mean)) is not None}
+    ropes = ropes_of_layers(model, {i: modules[i] for i in means})
+    return {
+        i: make_params(
+            fmt, modules[i].head_dim, key_mean=means.get(i), rope=ropes.get(i), seed=seed,
+            device=next(modules[i].parameters()).device,
+        )
+        for i in indices
+    }  # fmt: skip
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
@@ -59,16 +67,12 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     return found
 
 
-def _params_of(model, index: int, module: torch.nn.Module, fmt: KVFormat, key_mean: str, seed: int) -> KVParams:
+def _key_mean(index: int, module: torch.nn.Module, mode: str) -> torch.Tensor | None:
+    """μ [num_kv_heads, D] of a layer whose K has a bias, None for one whose K has none."""
     name = f"{type(module).__name__} {index}"
     projection = getattr(module, "k_proj", None)
-    device = next(module.parameters()).device
     check_key_norm(name, module)
     if projection is None:
         check_no_hidden_bias(name, module)
     bias = getattr(projection, "bias", None)
-    if bias is None or not bias.any():
-        return make_params(fmt, module.head_dim, seed=seed, device=device)
-    mean = as_key_mean(name, module, bias, module.head_dim, key_mean)
-    rope = rope_of_layer(model, index, projection, module.head_dim)
-    return make_params(fmt, module.head_dim, key_mean=mean, rope=rope, seed=seed, device=device)
+    return None if bias is None or not bias.any() else as_key_mean(name, module, bias, module.head_dim, mode)

@@ -7,7 +7,6 @@ head. So the model reads a few tokens, and what it caches is held against what i
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,41 +19,57 @@ PROBE_POSITIONS = (1, 2, 3, 7, 20, 41)
 TOLERANCE = 2e-2  # relative; 16-bit models round K
 
 
-def rope_of_layer(model: PreTrainedModel, index: int, projection: torch.nn.Module, head_dim: int) -> Rope | None:
-    """The rotary embedding of layer `index`, or None if it has none.
+def ropes_of_layers(model: PreTrainedModel, modules: dict[int, torch.nn.Module]) -> dict[int, Rope | None]:
+    """The rotary embedding of each of these layers, or None for one that has none.
 
     Args:
-        projection: the layer's k_proj.
+        modules: attention modules with a k_proj, by layer index.
 
     Raises:
-        ValueError: no rotation that we know turns the projection's output into the cached keys.
+        ValueError: no rotation that we know turns a projection's output into the cached keys.
     """
+    if not modules:
+        return {}
     config = model.config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None)
-    described = rope_from_config(config, head_dim, layer_type=layer_types[index] if layer_types else None)
-    before, after, positions = _watch(model, index, projection, head_dim)
+    described = {
+        i: rope_from_config(config, module.head_dim, layer_type=layer_types[i] if layer_types else None)
+        for i, module in modules.items()
+    }
+    keys = _watch(model, modules)
+    return {i: _matching_rope(type(model).__name__, i, described[i], *keys[i]) for i in modules}
+
+
+def _matching_rope(
+    model_name: str, index: int, described: Rope, before: torch.Tensor, after: torch.Tensor
+) -> Rope | None:
+    positions = torch.tensor(PROBE_POSITIONS)[:, None]
     for rope in (described, replace(described, interleaved=True), None):
-        rotated = before if rope is None else rope.rotate(before, positions[:, None])
+        rotated = before if rope is None else rope.rotate(before, positions)
         if (rotated - after).norm() <= TOLERANCE * after.norm():
             return rope
     raise ValueError(
-        f"layer {index} of {type(model).__name__} rotates its keys in a way that we do not know, so K's mean cannot be "
+        f"layer {index} of {model_name} rotates its keys in a way that we do not know, so K's mean cannot be "
         "placed: use its default cache and report this model."
     )
 
 
 @torch.inference_mode()
-def _watch(model: PreTrainedModel, index: int, projection: torch.nn.Module, head_dim: int) -> tuple[Any, Any, Any]:
-    """Keys before and after RoPE, float32 [T, Hkv, D], and their positions [T]."""
-    seen = []
-    hook = projection.register_forward_hook(lambda _module, _args, output: seen.append(output))
-    positions = torch.tensor(PROBE_POSITIONS)
-    ids = torch.arange(1, len(positions) + 1, device=model.device)[None]
+def _watch(model: PreTrainedModel, modules: dict[int, torch.nn.Module]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys of each layer before and after RoPE at PROBE_POSITIONS, float32 [T, Hkv, D], from one forward pass."""
+    seen = {}
+    hooks = [
+        module.k_proj.register_forward_hook(lambda _module, _args, output, i=i: seen.__setitem__(i, output))
+        for i, module in modules.items()
+    ]
+    positions = torch.tensor(PROBE_POSITIONS, device=model.device)[None]
+    ids = torch.arange(1, positions.shape[1] + 1, device=model.device)[None]
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
-        model(input_ids=ids, position_ids=positions[None].to(model.device), past_key_values=cache, use_cache=True)
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     finally:
-        hook.remove()
-    before = seen[-1][0].unflatten(-1, (-1, head_dim))
-    after = cache.layers[index].keys[0].transpose(0, 1)
-    return before.float().cpu(), after.float().cpu(), positions
+        for hook in hooks:
+            hook.remove()
+    before = {i: seen[i][0].unflatten(-1, (-1, module.head_dim)) for i, module in modules.items()}
+    after = {i: cache.layers[i].keys[0].transpose(0, 1) for i in modules}
+    return {i: (before[i].float().cpu(), after[i].float().cpu()) for i in modules}

@@ -110,25 +110,19 @@ class WindowedLayer(TurboQuantLayer):
         held = torch.zeros(keys.shape[1], dtype=torch.bool, device=self.device)
         held[self.exact_at] = True
         tokens = reference.Tokens(keys, values, means, *(exact @ self.params.rotation.T), held)
-        return torch.cat([
-            reference.softmax_attention(
-                query[tile], tokens, visible[tile], visible[tile] & held & self._reads_exactly(row, visible, tile),
-                self.params.rotation, scale, softcap, sinks,
+        total, num_queries = keys.shape[1], query.shape[0]
+        first = FIRST_TOKENS + (0 if self.starts is None else int(self.starts[row]))
+        outputs = []
+        for begin, end in reference.tiles(0, num_queries, query.shape[1], total):
+            queries = range(total - num_queries + begin, total - num_queries + end)
+            covered = reference.in_window(queries, range(total), self.window, first, self.device)
+            seen = visible[begin:end]
+            outputs.append(
+                reference.softmax_attention(
+                    query[begin:end], tokens, seen, seen & held & covered, self.params.rotation, scale, softcap, sinks
+                )
             )
-            for tile in self._tiles(query)
-        ])  # fmt: skip
-
-    def _tiles(self, query: torch.Tensor) -> list[slice]:
-        size = max(1, reference.MAX_LOGITS // (query.shape[1] * self.get_seq_length()))
-        return [slice(row, row + size) for row in range(0, query.shape[0], size)]
-
-    def _reads_exactly(self, row: int, visible: torch.Tensor, tile: slice) -> torch.Tensor:
-        """Which tokens each query of the tile takes exactly: bool [rows, T]."""
-        total = visible.shape[1]
-        key_at = torch.arange(total, device=self.device)[None]
-        query_at = torch.arange(total - visible.shape[0], total, device=self.device)[tile, None]
-        start = 0 if self.starts is None else self.starts[row]
-        return (key_at > query_at - self.window) | (key_at < start + FIRST_TOKENS)
+        return torch.cat(outputs)
 
 
 def leading_zeros(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -187,9 +181,8 @@ def _visible(mask: torch.Tensor | None, query: torch.Tensor, total: int) -> torc
     batch, _, num_queries, _ = query.shape
     if mask is not None:
         return mask[:, 0, :, :total].expand(batch, -1, -1)
-    key_at = torch.arange(total, device=query.device)
-    query_at = torch.arange(total - num_queries, total, device=query.device)
-    return (key_at <= query_at[:, None]).expand(batch, -1, -1)
+    queries = range(total - num_queries, total)
+    return reference.visible_to(queries, range(total), True, None, query.device).expand(batch, -1, -1)
 
 
 _sessions: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()

@@ -11,6 +11,8 @@ mean, which models with a K bias cannot do without. The arithmetic is `kernels/c
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from turboquant.codebook import lloyd_max
@@ -60,6 +62,7 @@ def make_params(
     )
 
 
+@functools.cache
 def _rotation(head_dim: int, seed: int) -> torch.Tensor:
     try:
         return hadamard_rotation(head_dim, seed)

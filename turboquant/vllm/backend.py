@@ -15,15 +15,15 @@ from vllm.config import get_current_vllm_config
 from vllm.config.cache import CacheDType
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.attention.backend import AttentionImpl, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from turboquant.formats import ALIASES, PRESETS, KVFormat, check_head_dim
 from turboquant.kernels.interface import ExactWindow, KVParams, attend, store_kv
 from turboquant.kv_quantizer import make_params
 from turboquant.vllm import owner
 from turboquant.vllm.key_mean import layer_key_mean
-from turboquant.vllm.metadata import TurboQuantMetadata, TurboQuantMetadataBuilder
+from turboquant.vllm.metadata import PagesBackend, TurboQuantMetadata
 from turboquant.vllm.options import Options
 from turboquant.vllm.routing import enum_name
 from turboquant.vllm.window import WindowCache
@@ -31,7 +31,7 @@ from turboquant.vllm.window import WindowCache
 logger = init_logger("vllm.turboquant")
 
 
-class TurboQuantBackend(AttentionBackend):
+class TurboQuantBackend(PagesBackend):
     """One subclass a preset: the KV cache spec does not carry the dtype's name."""
 
     fmt: ClassVar[KVFormat]
@@ -48,10 +48,6 @@ class TurboQuantBackend(AttentionBackend):
         return TurboQuantImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TurboQuantMetadataBuilder]:
-        return TurboQuantMetadataBuilder
-
-    @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
 
@@ -61,15 +57,6 @@ class TurboQuantBackend(AttentionBackend):
         if spec.dtype is not torch.uint8 or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # A page is the planes of one KV head in one run.
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -7,8 +7,13 @@ from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 
 @dataclass
@@ -40,6 +45,23 @@ def token_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_t
     first = seq_lens.long() - query_lens - starts
     offsets = torch.repeat_interleave(first, query_lens, output_size=num_tokens)
     return offsets + torch.arange(num_tokens, device=offsets.device)
+
+
+class PagesBackend(AttentionBackend):
+    """What all our pages have in common, packed and exact ones."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TurboQuantMetadataBuilder]:
+        return TurboQuantMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # A page is one run of bytes of one KV head.
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
 
 class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
