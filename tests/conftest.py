@@ -8,6 +8,8 @@ import models
 import pytest
 import torch
 
+from turboquant.window import WINDOW_ENV
+
 pytest.register_assert_rewrite("kernel_cases", "engine")
 
 
@@ -32,6 +34,12 @@ def poison_empty(monkeypatch):
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def window_off(monkeypatch):
+    """Every token is read from packed pages, as with turboquant's window 0."""
+    monkeypatch.setenv(WINDOW_ENV, "0")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 POOL_BYTES = 64 << 20
-ALL_PACKED = {"turboquant": {"prefill_reads": "packed"}}
+ALL_PACKED = {"turboquant": {"prefill_reads": "packed", "window": 0}}
 
 
 @contextmanager

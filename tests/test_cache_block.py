@@ -15,7 +15,7 @@ from turboquant.cache_layer import TurboQuantLayer
 from turboquant.formats import PRESETS
 from turboquant.key_bias import MissingKeyMeanError
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad", "window_off")
 
 
 # The cache object.

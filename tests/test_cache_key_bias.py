@@ -17,7 +17,7 @@ from turboquant.formats import PRESETS
 from turboquant.key_bias import MissingKeyMeanError, check_no_hidden_bias
 from turboquant.kv_quantizer import make_params
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad", "window_off")
 
 THETA = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -12,7 +12,7 @@ from turboquant.formats import PRESETS
 from turboquant.kv_quantizer import KVQuantizer, make_params
 from turboquant.rope import Rope
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad", "window_off")
 
 
 def layer_states(length: int, heads: int = 2, batch: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from turboquant.cache import turboquant_cache
 from turboquant.formats import PRESETS
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad", "window_off")
 
 
 # Models.

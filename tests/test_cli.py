@@ -25,7 +25,8 @@ def test_formats_as_json():
     assert [(row["name"], row["head_dim"]) for row in rows] == [(n, d) for n in PRESETS for d in (64, 128, 256)]
     for row in rows:
         assert [*row] == [
-            "name", "key_bits", "value_bits", "head_dim", "slot_bytes", "bits_per_element", "ratio_vs_bf16"
+            "name", "key_bits", "value_bits", "head_dim", "slot_bytes", "bits_per_element", "ratio_vs_bf16", "window",
+            "block_size", "ratio_vs_bf16_at",
         ]  # fmt: skip
     served = next(row for row in rows if (row["name"], row["head_dim"]) == ("turboquant3.5", 256))
     assert (served["slot_bytes"], served["bits_per_element"]) == (228, 3.5625)
@@ -36,6 +37,22 @@ def test_formats_as_a_table():
     output = run("formats", "--head-dim", 80).output
     assert "turboquant3.5" in output
     assert "74" in output
+
+
+def test_formats_show_what_the_window_costs():
+    (row,) = [row for row in json.loads(run("formats", "--head-dim", 128, "--json").output) if row["key_bits"] == 4][:1]
+    assert row["window"] == 64
+    assert [row["ratio_vs_bf16_at"][n] for n in ("4096", "32768", "131072")] == pytest.approx(
+        [3.77, 4.33, 4.39], abs=0.005
+    )
+    assert "3.77x" in run("formats", "--head-dim", 128).output
+    assert "no exact window" in run("formats", "--window", 0).output
+
+
+def test_formats_of_a_window_that_no_page_holds():
+    result = run("formats", "--block-size", 16)
+    assert result.exit_code == 2
+    assert "too small for an exact window" in " ".join(result.output.split())
 
 
 def test_formats_of_an_impossible_head_dim():
@@ -64,9 +81,8 @@ def test_eval_of_an_unknown_task(llama_dir):
     assert "divergence" in result.output
 
 
-def test_a_window_is_closer_on_the_demo_model(demo_model_dir, one_thread, monkeypatch):
-    """The newest 64 tokens and the first four exact: measured 15 to 20 times closer than without."""
-    monkeypatch.setenv("TURBOQUANT_WINDOW", "64")
+def test_the_window_is_closer_on_the_demo_model(demo_model_dir, one_thread):
+    """By default the newest 64 tokens and the first four are exact: measured 15 to 20 times closer than without."""
     result = run(
         "eval", "--model", demo_model_dir, "--kv-cache-dtype", "turboquant3.5", "--num-tokens", 1024, "--json"
     )  # fmt: skip
@@ -76,7 +92,7 @@ def test_a_window_is_closer_on_the_demo_model(demo_model_dir, one_thread, monkey
     assert figures["bits_per_element_with_window"] == pytest.approx(3.75 + 32 * (4 + 63) / 1024)
 
 
-def test_quality_on_the_demo_model(demo_model_dir, tmp_path, one_thread):
+def test_quality_on_the_demo_model(demo_model_dir, tmp_path, one_thread, window_off):
     """Uncalibrated, all tokens from the packed cache, at a context of 1,024 tokens."""
     result = run(
         "eval", "--tasks", "divergence", "--model", demo_model_dir, "--kv-cache-dtype", "turboquant3.5", "--text",

@@ -10,7 +10,6 @@ pytest.importorskip("vllm")
 from engine import assert_same_answers, engine, greedy, random_prompts, through_transformers
 
 from turboquant.vllm import backend
-from turboquant.vllm.window import window_block_size
 
 pytestmark = pytest.mark.engine
 
@@ -130,15 +129,3 @@ def test_without_the_hybrid_manager_there_is_no_window(llama_dir):
     (off,) = answers(llama_dir, FMT, WINDOW, disable_hybrid_kv_cache_manager=True)
     (none,) = answers(llama_dir, FMT, 0)
     assert off == none
-
-
-@pytest.mark.parametrize(
-    ("block_size", "fits", "expected"), [(160, 36, 32), (128, 29, 16), (128, 14, 8), (256, 7, 4), (48, 40, 16)]
-)
-def test_a_window_block_divides_the_packed_one_and_fits_its_page(block_size, fits, expected):
-    assert window_block_size(block_size, fits) == expected
-
-
-def test_a_block_too_small_for_a_window_is_named():
-    with pytest.raises(ValueError, match=r"block size 16 .* 3 exact tokens .*--block-size"):
-        window_block_size(16, 3)

@@ -173,6 +173,8 @@ def turboquant_attention(
             reference.softmax_attention(q, reference.Tokens(k, v), seen, None, same, scale, softcap or 0.0, s_aux)
             for q, k, v, seen in rows
         ])  # fmt: skip
+    # A query of padding reads nothing. Its NaN would reach other tokens through a recurrent layer behind this one.
+    output = output.masked_fill(~visible.any(-1)[:, :, None, None], 0.0)
     return output.to(query.dtype), None
 
 

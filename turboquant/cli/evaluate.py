@@ -26,7 +26,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="Model dtype: float32, bfloat16, float16.")] = "float32",
     key_mean: Annotated[str, typer.Option(help="K's mean: auto (the k_proj bias, if there is one) or none.")] = "auto",
     window: Annotated[
-        int | None, typer.Option(min=0, help="Newest tokens read exactly; else by TURBOQUANT_WINDOW, else 0.")
+        int | None, typer.Option(min=0, help="Newest tokens read exactly; else by TURBOQUANT_WINDOW, else 64.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the result, with versions and machine, here.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

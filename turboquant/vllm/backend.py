@@ -52,6 +52,12 @@ class TurboQuantBackend(PagesBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """160 with an exact window: 32 exact tokens fill nine tenths of such a page, at head dims 128 and 256."""
+        window = Options.load(get_current_vllm_config().additional_config).window
+        return 160 if window else super().get_preferred_block_size(default_block_size)
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Size a page by the format's bytes: this is what the reported number of tokens comes from."""
         if spec.dtype is not torch.uint8 or spec.state_content_bytes is not None:

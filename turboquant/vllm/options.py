@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from turboquant.window import DEFAULT_WINDOW
+
 ENV_PREFIX = "TURBOQUANT_"
 
 
@@ -25,7 +27,7 @@ class Options(BaseModel):
 
     prefill_reads: Literal["exact", "packed"] = "exact"
     key_mean: Literal["auto", "none"] = "auto"
-    window: int = Field(default=0, ge=0)
+    window: int = Field(default=DEFAULT_WINDOW, ge=0)
 
     @classmethod
     def load(cls, additional_config: Any) -> Options:

@@ -19,12 +19,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from turboquant.formats import KVFormat
 from turboquant.vllm.metadata import PagesBackend
 from turboquant.vllm.window_manager import WindowSpec
-from turboquant.window import FIRST_TOKENS
+from turboquant.window import COST_LENGTHS, CacheLayout
 
 logger = init_logger("vllm.turboquant")
 
 SUFFIX = ".window"
-MAX_BLOCK_SIZE = 32
 
 
 class WindowBackend(PagesBackend):
@@ -70,21 +69,25 @@ class WindowCache(torch.nn.Module, AttentionLayerBase):
                 "packed pages (measured on SmolLM2-135M: KL .083 in place of .006)."
             )
             return None
-        token_bytes = 2 * self.head_size * self.dtype.itemsize
-        page_bytes = vllm_config.cache_config.block_size * self.fmt.slot_bytes(self.head_size)
-        block_size = window_block_size(vllm_config.cache_config.block_size, page_bytes // token_bytes)
+        layout = self.layout(vllm_config.cache_config.block_size)
+        block_size = layout.window_block_size()
+        _log_cost(layout, block_size)
         return WindowSpec(
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             # Raw bytes: pages of mixed dtypes would be zeroed at every allocation.
             dtype=torch.uint8,
-            state_content_bytes=token_bytes,
+            state_content_bytes=layout.exact_token_bytes,
             sliding_window=self.size,
+            max_batches=vllm_config.max_concurrent_batches,
             margin_tokens=2 * (vllm_config.num_speculative_tokens + 1) if vllm_config.speculative_config else 0,
             # Recurrent state cannot be rewound to compute a hit's last tokens again.
             replay_tokens=0 if vllm_config.model_config.is_hybrid else self.size + block_size,
         )
+
+    def layout(self, block_size: int) -> CacheLayout:
+        return CacheLayout(self.fmt, self.head_size, block_size, self.size, self.dtype.itemsize)
 
     @property
     def pages(self) -> torch.Tensor:
@@ -99,20 +102,10 @@ class WindowCache(torch.nn.Module, AttentionLayerBase):
         self.pages[slots // block_size, :, slots % block_size] = torch.cat((key, value), dim=-1)[real].to(self.dtype)
 
 
-def window_block_size(block_size: int, tokens_that_fit: int) -> int:
-    """The largest power of two that divides the packed block size and whose page is no larger than a packed one.
-
-    A larger window page would pad all packed pages to its size.
-
-    Raises:
-        ValueError: too few exact tokens fit into a packed page.
-    """
-    size = MAX_BLOCK_SIZE
-    while size >= FIRST_TOKENS:
-        if block_size % size == 0 and size <= tokens_that_fit:
-            return size
-        size //= 2
-    raise ValueError(
-        f"block size {block_size} is too small for an exact window: {tokens_that_fit} exact tokens fit into a packed "
-        f"page, {FIRST_TOKENS} at least are needed. Use a larger --block-size (160 fits well), or window 0."
-    )
+def _log_cost(layout: CacheLayout, block_size: int) -> None:
+    ratios = ", ".join(f"{layout.ratio_vs_bf16(tokens):.2f}x at {name}" for name, tokens in COST_LENGTHS.items())
+    logger.info_once(
+        "TurboQuant: exact window of %d tokens in blocks of %d beside packed blocks of %d; a whole sequence is smaller "
+        "than in bf16 by %s tokens (%.2fx without a window).",
+        layout.window, block_size, layout.block_size, ratios, layout.fmt.ratio_vs_bf16(layout.head_dim),
+    )  # fmt: skip

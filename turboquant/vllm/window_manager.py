@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from turboquant.window import window_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +31,12 @@ class WindowSpec(SlidingWindowSpec):
     Attributes:
         replay_tokens: tokens at the end of a prefix hit that are computed again; 0 for none.
         margin_tokens: how many more than W keep their blocks: rejected drafts move the end of a sequence back.
+        max_batches: steps of the engine that can be in flight at a time.
     """
 
     replay_tokens: int = 0
     margin_tokens: int = 0
+    max_batches: int = 1
 
     @property
     def held_tokens(self) -> int:
@@ -42,9 +47,16 @@ class WindowSpec(SlidingWindowSpec):
         return self.replay_tokens
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Block 0, the tail before this step, and that of this step."""
-        tail = cdiv(self.held_tokens, self.block_size) + 1
-        return min(1 + 2 * tail, cdiv(max_model_len, self.block_size))
+        """While a prompt is computed in chunks, the tails of the steps in flight and of the one before are held."""
+        return window_blocks(max_model_len, self.held_tokens, self.block_size, tails=1 + self.max_batches)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """What one sequence of full length takes: at its peak while the pool is being sized, so that it always fits;
+        once the pool stands, what it holds while it decodes, which is what counts for how many fit.
+        """
+        max_model_len = vllm_config.model_config.max_model_len
+        tails = 1 if vllm_config.cache_config.num_gpu_blocks is not None else 1 + self.max_batches
+        return window_blocks(max_model_len, self.held_tokens, self.block_size, tails) * self.page_size_bytes
 
 
 class WindowManager(SlidingWindowManager):
