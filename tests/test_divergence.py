@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from turboquant.evals.divergence import _compare
+from turboquant.evals.scores import compare
 from turboquant.evals.text import load_text
 
 
 def test_compare_by_hand():
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     exact, packed = torch.stack((p, p)).log(), torch.stack((q, p)).log() + 3.0  # a constant changes nothing
-    kl, same_top, exact_nll, packed_nll = _compare(exact, packed, torch.tensor([2, -1]))
+    kl, same_top, exact_nll, packed_nll = compare(exact, packed, torch.tensor([2, -1]))
     by_hand = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     torch.testing.assert_close(kl, torch.tensor([by_hand, 0.0], dtype=torch.float64), atol=1e-6, rtol=0)
     assert same_top.tolist() == [0.0, 1.0]

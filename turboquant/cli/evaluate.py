@@ -1,12 +1,13 @@
-"""`turboquant eval`: accuracy of a cache format on a model."""
+"""`turboquant eval`: quality of compressed caches on a real model and real text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,15 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 TASKS = ("divergence",)
+COLUMNS = ("text", "cache", "window", "kl_mean", "kl_p99", "top1", "delta_ppl", "bits_per_element")
 
 
 def evaluate(
     model: Annotated[Path, typer.Option(help="Folder of a Transformers model.", exists=True, file_okay=False)],
-    kv_cache_dtype: Annotated[str, typer.Option(help="Cache format to measure (see `turboquant formats`).")],
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="Caches to measure, separated by commas: formats (see `turboquant formats`) or, on vllm, "
+                          "rivals such as fp8; NAME@64 sets the exact window."),
+    ],
     tasks: Annotated[str, typer.Option(help=f"What to measure: {', '.join(TASKS)}.")] = "divergence",
-    text: Annotated[str, typer.Option(help="'pydoc' (Python's own topics) or a UTF-8 text file.")] = "pydoc",
-    num_tokens: Annotated[int, typer.Option(min=2, help="Tokens to score, in whole contexts.")] = 4096,
+    text: Annotated[
+        str, typer.Option(help="'pydoc', 'source' (both in every Python) or UTF-8 text files, separated by commas.")
+    ] = "pydoc",
+    num_tokens: Annotated[int, typer.Option(min=2, help="Tokens to score of each text, in whole contexts.")] = 4096,
     context_length: Annotated[int, typer.Option(min=2, help="Tokens in one forward pass.")] = 1024,
+    backend: Annotated[
+        Literal["hf", "vllm"], typer.Option(help="hf: Transformers. vllm: the engine, all in this process.")
+    ] = "hf",
     dtype: Annotated[str, typer.Option(help="Model dtype: float32, bfloat16, float16.")] = "float32",
     key_mean: Annotated[str, typer.Option(help="K's mean: auto (the k_proj bias, if there is one) or none.")] = "auto",
     window: Annotated[
@@ -30,37 +41,65 @@ def evaluate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the result, with versions and machine, here.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Compare a model on a compressed cache with itself on an exact one, all tokens read from the cache."""
+) -> None:  # fmt: skip
+    """Compare a model on compressed caches with itself on an exact one, all tokens read as decoding would read them."""
     if tasks not in TASKS:
         raise typer.BadParameter(f"{tasks!r} is not a task; allowed: {', '.join(TASKS)}.", param_hint="--tasks")
-    if find_spec("transformers") is None:
-        typer.echo("error: eval needs Transformers: pip install 'turboquant-toolkit[eval]'", err=True)
+    missing = next((name for name in ("transformers", backend) if name != "hf" and find_spec(name) is None), None)
+    if missing:
+        typer.echo(f"error: this needs {missing}: pip install 'turboquant-toolkit[eval]' (or [vllm])", err=True)
         raise typer.Exit(1)
     from turboquant.environment import environment_report
-    from turboquant.evals.divergence import divergence
+    from turboquant.evals.candidates import Candidate
+    from turboquant.evals.divergence import tokenize
     from turboquant.evals.text import load_text
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task(f"{kv_cache_dtype} on {model.name}", total=None)
-            result = divergence(
-                model, kv_cache_dtype, load_text(text), num_tokens=num_tokens, context_length=context_length,
-                dtype=dtype, key_mean=key_mean, window=window,
-                on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-            )  # fmt: skip
+        candidates = [Candidate.parse(name, window) for name in kv_cache_dtype.split(",")]
+        contexts = {name: tokenize(model, load_text(name), num_tokens, context_length) for name in text.split(",")}
+        run = _through_transformers if backend == "hf" else _through_the_engine
+        rows = [{"text": name, **asdict(row)} for name, row in run(model, candidates, contexts, dtype, key_mean)]
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    row = asdict(result)
+    one = {name: value for name, value in rows[0].items() if name != "text"} if len(rows) == 1 else None
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
-        report = {"task": tasks, "model": model.name, "text": text, "dtype": dtype, "result": row}
+        report = {"task": tasks, "model": model.name, "text": text, "dtype": dtype, "result": one or rows}
         output.write_text(json.dumps({**report, "environment": environment_report()}, indent=2) + "\n")
     if json_output:
-        typer.echo(json.dumps(row, indent=2))
+        typer.echo(json.dumps(one or rows, indent=2))
         return
-    table = Table("figure", "value", title="Divergence from the exact cache")
-    for name, value in row.items():
-        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    Console().print(_table(rows))
+
+
+def _through_transformers(model, candidates, contexts, dtype: str, key_mean: str) -> Iterator:
+    from turboquant.evals.divergence import divergence, load_model
+
+    loaded = load_model(model, dtype)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for candidate in candidates:
+            for name, ids in contexts.items():
+                bar = progress.add_task(f"{candidate.label} on {name}", total=len(ids))
+                yield name, divergence(
+                    loaded, candidate, ids, key_mean=key_mean,
+                    on_progress=lambda done, total, bar=bar: progress.update(bar, completed=done, total=total),
+                )  # fmt: skip
+
+
+def _through_the_engine(model, candidates, contexts, dtype: str, key_mean: str) -> Iterator:
+    from turboquant.evals.engine_divergence import engine_divergence
+
+    console = Console(stderr=True)
+    yield from engine_divergence(
+        model, candidates, contexts, dtype=dtype, key_mean=key_mean,
+        on_progress=lambda what: console.print(f"Running {what}", style="dim"),
+    )  # fmt: skip
+
+
+def _table(rows: list[dict]) -> Table:
+    table = Table(*COLUMNS, title="Divergence from the exact cache")
+    for row in rows:
+        values = {**row, "cache": row["kv_cache_dtype"] + (" (simulated)" if row["simulated"] else "")}
+        table.add_row(*(f"{v:.4g}" if isinstance(v := values[name], float) else str(v) for name in COLUMNS))
+    return table

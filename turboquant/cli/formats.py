@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from turboquant.formats import PRESETS, KVFormat
+from turboquant.formats import PRESETS
 from turboquant.window import COST_LENGTHS, CacheLayout, window_size
 
 DEFAULT_HEAD_DIMS = [64, 128, 256]
@@ -24,8 +24,9 @@ def formats(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a page.")] = 160,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the KV cache presets: bits per element (scales included), bytes, compression against bf16, and what is left of it with
-    the exact window, in whole pages, at 4k, 32k and 128k tokens.
+    """List the KV cache presets: bits per element (scales included), bytes, compression against bf16.
+
+    And what the exact window leaves of that, in whole pages, at 4k, 32k and 128k tokens.
     """
     try:
         size = window_size(window)

@@ -26,7 +26,7 @@ from turboquant.vllm.key_mean import layer_key_mean
 from turboquant.vllm.metadata import PagesBackend, TurboQuantMetadata
 from turboquant.vllm.options import Options
 from turboquant.vllm.routing import enum_name
-from turboquant.vllm.window import WindowCache
+from turboquant.vllm.window import SUFFIX, WindowCache
 
 logger = init_logger("vllm.turboquant")
 
@@ -124,14 +124,17 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             **{name: True for name, value in extra.items() if value not in (None, False, -1)},
         }
         self.unsupported = [what for what, asked in requests.items() if asked]
-        owner.expect(self, config.compilation_config.static_forward_context)
+        context = config.compilation_config.static_forward_context
+        # A draft model is built after the windows of its target. vLLM wants all its layers in one KV cache group.
+        self.is_draft = any(name.endswith(SUFFIX) for name in context)
+        owner.expect(self, context)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Build the kernels' parameters; the model's weights are there now."""
         layer = owner.find(self)
         mean, rope, source = layer_key_mean(layer, self.text_config, self.options.key_mean)
         self.params = make_params(self.fmt, self.head_size, key_mean=mean, rope=rope, device=self.device)
-        if self.options.window:
+        if self.options.window and not self.is_draft:
             self.window = WindowCache(layer.layer, self.fmt, act_dtype, self.options.window)
             self.ownership.static_forward_context[self.window.layer_name] = self.window
         logger.info_once(
@@ -139,7 +142,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             "a prefill chunk reads its own tokens %s, exact window: %s.",
             self.fmt.name, self.fmt.slot_bytes(self.head_size), self.fmt.bits_per_element(self.head_size), source,
             "exactly" if self.options.prefill_reads == "exact" else "from the packed pages",
-            f"the newest {self.options.window} tokens" if self.options.window else "none",
+            f"the newest {self.window.size} tokens" if self.window else "none",
         )  # fmt: skip
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
