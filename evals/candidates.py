@@ -65,8 +65,8 @@ class Candidate:
         return 8.0 * exact_bytes if self.cache is None else self.cache.bits_per_element(head_dim)
 
     def bits_with_window(self, head_dim: int, exact_bytes: int, num_tokens: int) -> float:
-        """Of all that a sequence of num_tokens holds: the exact tokens come on top of the packed ones."""
-        held = min(num_tokens, self.window + FIRST_TOKENS) if self.window else 0
+        """Of all that the next query reads of num_tokens: the exact ones come on top of the packed ones."""
+        held = min(num_tokens, self.window - 1 + FIRST_TOKENS) if self.window else 0
         return self.bits_per_element(head_dim, exact_bytes) + 8 * exact_bytes * held / num_tokens
 
 

@@ -63,6 +63,8 @@ def divergence(
     contexts: torch.Tensor,
     *,
     key_mean: str = "auto",
+    score_from: int = 0,
+    position_offset: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Divergence:
     """Measure a cache on a Transformers model.
@@ -70,6 +72,8 @@ def divergence(
     Args:
         contexts: token ids int64 [num_contexts, context_length], each read in one forward pass.
         key_mean: see `turboquant.cache.turboquant_cache`.
+        score_from: first position of each context that counts.
+        position_offset: added to all positions; RoPE being relative, the exact model does not mind.
         on_progress: called with contexts done and in all.
 
     Raises:
@@ -80,8 +84,8 @@ def divergence(
     rows, bits = [], (0.0, 0.0)
     for done, context in enumerate(contexts):
         on_progress(done, len(contexts))
-        scores, bits = _score_context(model, candidate.cache, context[None], key_mean, candidate.window)
-        rows.append(scores)
+        scores, bits = _score_context(model, candidate, context[None], key_mean, position_offset)
+        rows.append(scores[:, score_from:])
     on_progress(len(contexts), len(contexts))
     return Divergence(
         **summary(torch.cat(rows, dim=1)),
@@ -89,7 +93,7 @@ def divergence(
         bits_per_element_with_window=bits[1],
         window=candidate.window,
         kv_cache_dtype=candidate.name,
-        num_tokens=contexts.numel(),
+        num_tokens=contexts[:, score_from:].numel(),
         context_length=contexts.shape[1],
     )
 
@@ -119,13 +123,20 @@ def tokenize(model_dir: Path | str, text: str, num_tokens: int, context_length: 
     return tokens[:usable].view(-1, context_length)
 
 
+def repeated(contexts: torch.Tensor) -> torch.Tensor:
+    """Contexts [n, T] whose second half is their first half again: what is copied was read T / 2 tokens before."""
+    half = contexts[:, : contexts.shape[1] // 2]
+    return torch.cat((half, half), dim=1)
+
+
 @torch.inference_mode()
-def _score_context(model: PreTrainedModel, fmt: KVFormat, ids: torch.Tensor, key_mean: str, window: int):
+def _score_context(model: PreTrainedModel, candidate: Candidate, ids: torch.Tensor, key_mean: str, offset: int):
     """Scores of one context [1, T] (`scores.compare`), and bits per element without and with the exact tokens."""
     ids = ids.to(model.device)
-    exact = model(input_ids=ids).logits[0]
-    with turboquant_cache(model, fmt, key_mean=key_mean, window=window) as session:
-        packed = model(input_ids=ids).logits[0]
+    positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None]
+    exact = model(input_ids=ids, position_ids=positions).logits[0]
+    with turboquant_cache(model, candidate.cache, key_mean=key_mean, window=candidate.window) as session:
+        packed = model(input_ids=ids, position_ids=positions).logits[0]
     elements = sum(2 * layer.params.head_dim * layer.encoded.key_scales.numel() for layer in session.layers)
     bits = (8 * session.packed_nbytes / elements, 8 * session.nbytes / elements)
     return compare(exact, packed, next_tokens(ids[0])), bits

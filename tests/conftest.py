@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import models
 import pytest
 import torch
 
+from turboquant.kernels.interface import FORCE_ENV
 from turboquant.window import WINDOW_ENV
 
 pytest.register_assert_rewrite("kernel_cases", "engine")
@@ -42,6 +44,26 @@ def window_off(monkeypatch):
     monkeypatch.setenv(WINDOW_ENV, "0")
 
 
+@pytest.fixture(params=["reference", "cpu"])
+def kernels(request, monkeypatch) -> str:
+    """Runs a test once with each implementation that can run on CPU tensors."""
+    if request.param == "cpu":
+        from turboquant.kernels.cpu import library
+
+        try:
+            library.load()
+        except library.LibraryMissing as error:
+            pytest.skip(str(error))
+    monkeypatch.setenv("TURBOQUANT_KERNELS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def reference_kernels(monkeypatch):
+    """The specification itself, in the engine as in Transformers: equal to a few parts in a million."""
+    monkeypatch.setenv(FORCE_ENV, "reference")
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Tiny tensors: threads would spend their time waiting for each other."""
@@ -65,8 +87,23 @@ def llama_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def worded_llama_dir(tmp_path_factory, demo_model_dir) -> Path:
+    """A small random Llama with the demo model's tokenizer, so that it reads text."""
+    folder = models.save_llama(tmp_path_factory.mktemp("worded"), vocab_size=49152)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (demo_model_dir / name).is_file():
+            shutil.copy(demo_model_dir / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def qwen2_dir(tmp_path_factory) -> Path:
     return models.save_qwen2_with_key_bias(tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="session")
+def gemma3_dir(tmp_path_factory) -> Path:
+    return models.save_gemma3(tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="session")

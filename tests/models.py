@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -152,6 +154,22 @@ def save_qwen2_with_key_bias(path: Path | str, **changes) -> Path:
 
 def save_qwen35_moe(path: Path | str, **changes) -> Path:
     return _save(build(Qwen3_5MoeForCausalLM, qwen35_moe_config(**changes)), path)
+
+
+def save_gemma3(path: Path | str, **changes) -> Path:
+    """Two sliding-window layers to one global one, head_dim 256, one KV head, norms on queries and keys."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    }
+    return _save(build(Gemma3ForCausalLM, Gemma3TextConfig(**{**COMMON, **shape, **changes})), path)
 
 
 def _gains() -> dict[str, float]:

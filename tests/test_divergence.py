@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from turboquant.evals.scores import compare
-from turboquant.evals.text import load_text
+from turboquant.text import load_text
 
 
 def test_compare_by_hand():

@@ -83,4 +83,4 @@ def test_a_name_that_means_nothing_is_named(text):
 def test_bits_with_a_window():
     candidate = Candidate(PRESETS["turboquant3.5"], 64)
     assert candidate.bits_per_element(64, 2) == 3.75
-    assert candidate.bits_with_window(64, 2, 4096) == pytest.approx(3.75 + 16 * 68 / 4096)
+    assert candidate.bits_with_window(64, 2, 4096) == pytest.approx(3.75 + 16 * 67 / 4096)

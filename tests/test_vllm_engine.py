@@ -31,7 +31,7 @@ from transformers import AutoTokenizer  # noqa: E402
 from turboquant.formats import PRESETS  # noqa: E402
 from turboquant.key_bias import MissingKeyMeanError  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("reference_kernels")]
 
 SMOL_LAYERS, SMOL_KV_HEADS, SMOL_HEAD_DIM = 30, 3, 64
 TEXTS = [

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 import speculate
 from engine import engine, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("reference_kernels")]
 
 
 @pytest.mark.parametrize("window", [32, 0])

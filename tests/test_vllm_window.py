@@ -16,7 +16,7 @@ from window_oracle import Oracle, assert_nothing_leaked
 from turboquant.formats import PRESETS
 from turboquant.window import DEFAULT_WINDOW, CacheLayout
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("reference_kernels")]
 
 FMT = "turboquant2.5"  # the coarsest: what is read packed shows
 WINDOW = 32

@@ -13,14 +13,17 @@ in a single forward pass. Sliding-window and linear-attention layers keep their 
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from turboquant.artifact import ARTIFACT_ENV, Artifact, find_artifact
 from turboquant.cache_layer import TurboQuantLayer
 from turboquant.formats import KVFormat
 from turboquant.hf_model import attention_modules, layer_params, text_config
@@ -40,6 +43,7 @@ class CacheSession:
         self.params = params
         self.window = window
         self.cache: Cache | None = None
+        self.artifact: Artifact | None = None
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +102,7 @@ def turboquant_cache(
     *,
     key_mean: str = "auto",
     window: int | None = None,
+    artifact: str | Path | None = None,
     seed: int = DEFAULT_SEED,
 ) -> Iterator[CacheSession]:
     """Keep K and V packed in every forward pass of `model` inside this block.
@@ -107,9 +112,12 @@ def turboquant_cache(
         fmt: a preset or its name.
         key_mean: "auto" takes K's mean from the k_proj bias where there is one; "none" refuses such a model.
         window: W, how many of the newest tokens stay exact, the first few with them; TURBOQUANT_WINDOW if None.
+        artifact: a calibration (`turboquant calibrate`), "none" for none; TURBOQUANT_ARTIFACT if None, or else what
+            lies in the model's folder.
         seed: of the rotation.
 
     Raises:
+        ArtifactError: an artifact that is damaged or not this model's.
         ValueError: an unknown format, a wrong window, or a model that cannot be served from it.
         RuntimeError: the model is inside such a block already.
     """
@@ -117,7 +125,10 @@ def turboquant_cache(
     decoder = model.get_decoder()
     if decoder in _active:
         raise RuntimeError("this model is inside a turboquant_cache block already: leave it before entering another.")
-    session = CacheSession(fmt, layer_params(model, fmt, key_mean=key_mean, seed=seed), window_size(window))
+    found = _artifact_of(model, artifact, key_mean)
+    params = layer_params(model, fmt, key_mean=key_mean, artifact=found, seed=seed)
+    session = CacheSession(fmt, params, window_size(window))
+    session.artifact = found
     signature = inspect.signature(decoder.forward)
     cache_name = "cache" if "cache" in signature.parameters else "past_key_values"
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
@@ -151,6 +162,16 @@ def turboquant_cache(
         for handle in handles:
             handle.remove()
         _active.discard(decoder)
+
+
+def _artifact_of(model: PreTrainedModel, given: str | Path | None, key_mean: str) -> Artifact | None:
+    """The artifact that this model is served with, checked. What merely lies there is not used with key_mean "none"."""
+    path = find_artifact(model.config.name_or_path, None if given is None else str(given))
+    if path is None or (key_mean == "none" and given is None and not os.environ.get(ARTIFACT_ENV)):
+        return None
+    artifact = Artifact.load(path)
+    artifact.check(text_config(model))
+    return artifact
 
 
 def _rotary_positions(position_ids: torch.Tensor | None) -> torch.Tensor | None:

@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from turboquant.artifact import Artifact
 from turboquant.formats import KVFormat
-from turboquant.hf_rope import ropes_of_layers
+from turboquant.hf_rope import ropes_by_shift, ropes_of_layers
 from turboquant.kernels.interface import KVParams
 from turboquant.key_bias import as_key_mean, check_key_norm, check_no_hidden_bias
 from turboquant.kv_quantizer import DEFAULT_SEED, make_params
@@ -25,12 +26,19 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def layer_params(
-    model: PreTrainedModel, fmt: KVFormat, *, key_mean: str = "auto", seed: int = DEFAULT_SEED
+    model: PreTrainedModel,
+    fmt: KVFormat,
+    *,
+    key_mean: str = "auto",
+    artifact: Artifact | None = None,
+    seed: int = DEFAULT_SEED,
 ) -> dict[int, KVParams]:
     """The kernels' parameters of every layer that is compressed, by layer index.
 
     Args:
-        key_mean: "auto" takes μ from the k_proj bias where there is one; "none" refuses such a model.
+        key_mean: "auto" takes μ from the artifact, or else from the k_proj bias where there is one; "none" refuses such
+            a model.
+        artifact: of this model, already checked against its config.
 
     Raises:
         ValueError: no layer of this model can be compressed, or a layer has a K bias without a usable mean.
@@ -47,8 +55,7 @@ def layer_params(
             f"{type(model).__name__} has {what}: a turboquant cache holds {COMPRESSED_LAYER_TYPE} layers, beside "
             f"{', '.join(sorted(EXACT_LAYER_TYPES))}. Use its default cache."
         )
-    means = {i: mean for i in indices if (mean := _key_mean(i, modules[i], key_mean)) is not None}
-    ropes = ropes_of_layers(model, {i: modules[i] for i in means})
+    means, ropes = _means_and_ropes(model, {i: modules[i] for i in indices}, key_mean, artifact)
     return {
         i: make_params(
             fmt, modules[i].head_dim, key_mean=means.get(i), rope=ropes.get(i), seed=seed,
@@ -56,6 +63,29 @@ def layer_params(
         )
         for i in indices
     }  # fmt: skip
+
+
+def key_biases(model: PreTrainedModel) -> dict[int, torch.Tensor]:
+    """The K bias [num_kv_heads, D] of every softmax-attention layer that has one, by layer index.
+
+    Raises:
+        MissingKeyMeanError: a layer has a bias that cannot serve as mean.
+    """
+    modules = attention_modules(model)
+    return {i: mean for i in sorted(modules) if (mean := _key_mean(i, modules[i], "auto")) is not None}
+
+
+def _means_and_ropes(model: PreTrainedModel, modules: dict[int, torch.nn.Module], mode: str, artifact: Artifact | None):
+    """μ and RoPE by layer index, of the layers that have a mean."""
+    if artifact is None:
+        means = {i: mean for i, module in modules.items() if (mean := _key_mean(i, module, mode)) is not None}
+        return means, ropes_of_layers(model, {i: modules[i] for i in means})
+    if mode == "none":
+        raise ValueError(f"key_mean='none' and the artifact {artifact.path} contradict each other: leave one out.")
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    means = {i: artifact.key_mean(i, heads) for i in modules}
+    return means, ropes_by_shift(model, {i: module.head_dim for i, module in modules.items()})
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:

@@ -163,22 +163,27 @@ def turboquant_attention(
     layer = _sessions[module].cache.layers[module.layer_idx]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     total = layer.get_seq_length() if isinstance(layer, WindowedLayer) else key.shape[2]
-    visible = _visible(attention_mask, query, total)
+    visible = visible_tokens(attention_mask, query, total)
     if isinstance(layer, WindowedLayer):
         output = layer.attend(query, visible, scale, softcap or 0.0, s_aux)
     else:
-        same = torch.eye(query.shape[-1], device=query.device)
-        rows = zip(query.transpose(1, 2).float(), key.float(), value.float(), visible, strict=True)
-        output = torch.stack([
-            reference.softmax_attention(q, reference.Tokens(k, v), seen, None, same, scale, softcap or 0.0, s_aux)
-            for q, k, v, seen in rows
-        ])  # fmt: skip
+        output = exact_attention(query, key, value, visible, scale, softcap or 0.0, s_aux)
     # A query of padding reads nothing. Its NaN would reach other tokens through a recurrent layer behind this one.
     output = output.masked_fill(~visible.any(-1)[:, :, None, None], 0.0)
     return output.to(query.dtype), None
 
 
-def _visible(mask: torch.Tensor | None, query: torch.Tensor, total: int) -> torch.Tensor:
+def exact_attention(query, key, value, visible, scale: float, softcap: float, sinks) -> torch.Tensor:
+    """query [B, H, Tq, D], exact key and value [B, Hkv, T, D], visible bool [B, Tq, T]: float32 [B, Tq, H, D]."""
+    same = torch.eye(query.shape[-1], device=query.device)
+    rows = zip(query.transpose(1, 2).float(), key.float(), value.float(), visible, strict=True)
+    return torch.stack([
+        reference.softmax_attention(q, reference.Tokens(k, v), seen, None, same, scale, softcap, sinks)
+        for q, k, v, seen in rows
+    ])  # fmt: skip
+
+
+def visible_tokens(mask: torch.Tensor | None, query: torch.Tensor, total: int) -> torch.Tensor:
     """What each query may read, bool [B, Tq, T], from Transformers' boolean mask [B, 1, Tq, T], or causal without."""
     batch, _, num_queries, _ = query.shape
     if mask is not None:

@@ -63,6 +63,10 @@ class Rope:
         rotated = torch.stack(pairs, -1).flatten(-2) if self.interleaved else torch.cat(pairs, dim=-1)
         return torch.cat((rotated, passed.expand(*rotated.shape[:-1], -1)), dim=-1)
 
+    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The inverse of `rotate`: what x was before RoPE at these positions."""
+        return replace(self, attention_scaling=1 / self.attention_scaling).rotate(x, -positions)
+
 
 def rope_from_config(config: Any, head_dim: int, *, layer_type: str | None = None) -> Rope:
     """The rotary embedding that a Transformers text config describes, in the half layout.

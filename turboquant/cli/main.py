@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import turboquant
+from turboquant.cli.calibrate import calibrate, inspect, merge
 from turboquant.cli.demo import demo
 from turboquant.cli.evaluate import evaluate
 from turboquant.cli.formats import formats
@@ -18,6 +19,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.command()(calibrate)
+app.command()(merge)
+app.command()(inspect)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(formats)

@@ -22,11 +22,11 @@ from turboquant.formats import ALIASES, PRESETS, KVFormat, check_head_dim
 from turboquant.kernels.interface import ExactWindow, KVParams, attend, store_kv
 from turboquant.kv_quantizer import make_params
 from turboquant.vllm import owner
-from turboquant.vllm.key_mean import layer_key_mean
+from turboquant.vllm.key_mean import layer_key_mean, load_artifact
 from turboquant.vllm.metadata import PagesBackend, TurboQuantMetadata
 from turboquant.vllm.options import Options
 from turboquant.vllm.routing import enum_name
-from turboquant.vllm.window import SUFFIX, WindowCache
+from turboquant.vllm.window import WindowCache
 
 logger = init_logger("vllm.turboquant")
 
@@ -116,7 +116,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
         config = get_current_vllm_config()
         self.options = Options.load(config.additional_config)
-        self.text_config = config.model_config.hf_text_config
+        self.model_config = config.model_config
         self.device = torch.device(config.device_config.device)
         requests = {
             "ALiBi": alibi_slopes is not None,
@@ -125,14 +125,18 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         }
         self.unsupported = [what for what, asked in requests.items() if asked]
         context = config.compilation_config.static_forward_context
-        # A draft model is built after the windows of its target. vLLM wants all its layers in one KV cache group.
-        self.is_draft = any(name.endswith(SUFFIX) for name in context)
+        # A draft model is built when its target is complete. It has no window, as vLLM wants all its layers in one KV
+        # cache group, and the artifact is not its own.
+        self.is_draft = any(getattr(getattr(layer, "impl", None), "params", None) for layer in context.values())
         owner.expect(self, context)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Build the kernels' parameters; the model's weights are there now."""
         layer = owner.find(self)
-        mean, rope, source = layer_key_mean(layer, self.text_config, self.options.key_mean)
+        artifact = (
+            None if self.is_draft else load_artifact(self.model_config, self.options.artifact, self.options.key_mean)
+        )
+        mean, rope, source = layer_key_mean(layer, self.model_config.hf_text_config, self.options.key_mean, artifact)
         self.params = make_params(self.fmt, self.head_size, key_mean=mean, rope=rope, device=self.device)
         if self.options.window and not self.is_draft:
             self.window = WindowCache(layer.layer, self.fmt, act_dtype, self.options.window)

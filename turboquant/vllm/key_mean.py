@@ -5,29 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.models.utils import extract_layer_index
 
+from turboquant.artifact import Artifact, find_artifact
 from turboquant.key_bias import as_key_mean, check_key_norm, check_no_hidden_bias, refuse
 from turboquant.rope import Rope, rope_from_config
 from turboquant.vllm.owner import OwnedLayer
 
 logger = init_logger("vllm.turboquant")
 
+UNCALIBRATED = "no calibration artifact was found; `turboquant calibrate` makes one"
 # How far a rotary table of 16 bits may be from ours.
 TABLE_TOLERANCE = 2e-2
 
 
-def layer_key_mean(owned: OwnedLayer, text_config: Any, mode: str) -> tuple[torch.Tensor | None, Rope | None, str]:
+def layer_key_mean(
+    owned: OwnedLayer, text_config: Any, mode: str, artifact: Artifact | None
+) -> tuple[torch.Tensor | None, Rope | None, str]:
     """μ [num_kv_heads, D] of this rank's heads, its RoPE, and where μ comes from.
 
     Args:
         mode: "auto" or "none", see `turboquant.vllm.options.Options`.
+        artifact: of the model, None for none.
 
     Raises:
+        ArtifactError: the artifact lacks this layer.
         MissingKeyMeanError: K has a bias and no mean can be had.
     """
     head_dim = owned.layer.head_size
+    if artifact is not None:
+        if owned.parent is None:
+            raise RuntimeError(f"the module around {owned.name} cannot be found, so its calibrated mean has no RoPE.")
+        mean = artifact.key_mean(
+            extract_layer_index(owned.name), owned.layer.num_kv_heads,
+            tp_rank=get_tensor_model_parallel_rank(), tp_size=get_tensor_model_parallel_world_size(),
+        )  # fmt: skip
+        return mean, _rope(owned, text_config, head_dim), f"calibrated, {artifact.path}"
     if owned.parent is None:
         if getattr(text_config, "attention_bias", False) or getattr(text_config, "qkv_bias", False):
             raise refuse(owned.name, "its projection cannot be found in the model")
@@ -36,9 +52,32 @@ def layer_key_mean(owned: OwnedLayer, text_config: Any, mode: str) -> tuple[torc
     check_key_norm(owned.name, owned.parent)
     bias = _key_bias(owned)
     if bias is None or not bias.any():
-        return None, None, "none (the model has no K bias)"
+        return None, None, f"none ({UNCALIBRATED})"
     mean = as_key_mean(owned.name, owned.parent, bias, head_dim, mode)
-    return mean, _rope(owned, text_config, head_dim), "the k_proj bias"
+    return mean, _rope(owned, text_config, head_dim), f"the k_proj bias ({UNCALIBRATED})"
+
+
+def load_artifact(config: Any, given: str | None, mode: str) -> Artifact | None:
+    """The artifact that this engine serves with, held against its model.
+
+    Args:
+        config: vLLM's model config.
+        given: see `turboquant.artifact.find_artifact`.
+
+    Raises:
+        ArtifactError: damaged, not there, or another model's.
+        ValueError: one was given, and `mode` forbids it.
+    """
+    path = find_artifact(config.model, given, config.revision)
+    if path is None:
+        return None
+    if mode == "none":
+        if given is None:
+            return None
+        raise ValueError(f"key_mean='none' and artifact={given!r} contradict each other: leave one out.")
+    artifact = Artifact.load(path)
+    artifact.check(config.hf_text_config)
+    return artifact
 
 
 def _key_bias(owned: OwnedLayer) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ class Options(BaseModel):
             later decode step will read of them. Evaluations use "packed", so that nothing exact leaks in.
         key_mean: "auto" takes K's mean from the k_proj bias where the model has one; "none" never takes one, and
             refuses a model with a K bias.
+        artifact: a calibration, file or folder, or "none"; found in the model's folder if not given.
         window: how many of the newest tokens of a sequence are read exactly, its first few with them; 0 for none.
     """
 
@@ -27,6 +28,7 @@ class Options(BaseModel):
 
     prefill_reads: Literal["exact", "packed"] = "exact"
     key_mean: Literal["auto", "none"] = "auto"
+    artifact: str | None = None
     window: int = Field(default=DEFAULT_WINDOW, ge=0)
 
     @classmethod

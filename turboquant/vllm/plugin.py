@@ -57,16 +57,18 @@ def hooks_module(version: Version) -> str:
 
 
 def register() -> None:
-    """Make every preset and alias a valid `kv_cache_dtype` in this process, windows included.
+    """Make every preset and alias a valid `kv_cache_dtype` in this process, windows and calibration included.
 
     An unsupported vLLM is logged as an error and left alone, so that a vLLM upgrade cannot take down servers that use
     no turboquant cache; vLLM then refuses the format's name itself.
     """
     register_names()
     if _registered:
+        from turboquant.vllm.weights import leave_out_artifacts
         from turboquant.vllm.window_manager import register_window
 
         register_window()
+        leave_out_artifacts()
 
 
 def register_names() -> None:

@@ -1,4 +1,4 @@
-"""Text to evaluate on."""
+"""Text to calibrate and evaluate on, in every installation."""
 
 from __future__ import annotations
 
