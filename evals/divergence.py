@@ -10,16 +10,19 @@ position, all at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from turboquant.cache import turboquant_cache
 from turboquant.evals.candidates import Candidate
+from turboquant.evals.hf_rivals import rival_cache
+from turboquant.evals.results import interval
+from turboquant.evals.rivals import Rival
 from turboquant.evals.scores import compare, next_tokens, summary
-from turboquant.formats import KVFormat
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,6 +42,8 @@ class Divergence:
         kv_cache_dtype, num_tokens, context_length: what was measured.
         backend: "hf" for Transformers, "vllm" for the engine.
         simulated: K and V were quantised and dequantised in an exact cache, in place of being kept in this format.
+        kl_interval: 95 % bootstrap interval of kl_mean; None for too few positions.
+        scores: float64 [4, n], see `scores.compare`.
     """
 
     kl_mean: float
@@ -55,6 +60,12 @@ class Divergence:
     context_length: int
     backend: str = "hf"
     simulated: bool = False
+    kl_interval: tuple[float, float] | None = None
+    scores: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    def figures(self) -> dict[str, Any]:
+        """All but the scores, for JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scores"}
 
 
 def divergence(
@@ -77,24 +88,26 @@ def divergence(
         on_progress: called with contexts done and in all.
 
     Raises:
-        ValueError: a model that cannot have such a cache, or a cache that is not one of our formats.
+        ValueError: a model that cannot have such a cache.
     """
-    if not isinstance(candidate.cache, KVFormat):
-        raise ValueError(f"{candidate.label} is not one of our formats: measure it with --backend vllm.")
     rows, bits = [], (0.0, 0.0)
     for done, context in enumerate(contexts):
         on_progress(done, len(contexts))
         scores, bits = _score_context(model, candidate, context[None], key_mean, position_offset)
         rows.append(scores[:, score_from:])
     on_progress(len(contexts), len(contexts))
+    scores = torch.cat(rows, dim=1)
     return Divergence(
-        **summary(torch.cat(rows, dim=1)),
+        **summary(scores),
+        kl_interval=interval(scores[0]),
+        scores=scores,
         bits_per_element=bits[0],
         bits_per_element_with_window=bits[1],
         window=candidate.window,
         kv_cache_dtype=candidate.name,
         num_tokens=contexts[:, score_from:].numel(),
         context_length=contexts.shape[1],
+        simulated=candidate.simulated,
     )
 
 
@@ -135,8 +148,19 @@ def _score_context(model: PreTrainedModel, candidate: Candidate, ids: torch.Tens
     ids = ids.to(model.device)
     positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None]
     exact = model(input_ids=ids, position_ids=positions).logits[0]
-    with turboquant_cache(model, candidate.cache, key_mean=key_mean, window=candidate.window) as session:
+    if candidate.cache is None:
+        again = model(input_ids=ids, position_ids=positions).logits[0]
+        bits = 8.0 * model.dtype.itemsize
+        return compare(exact, again, next_tokens(ids[0])), (bits, bits)
+    with holding(model, candidate, key_mean) as session:
         packed = model(input_ids=ids, position_ids=positions).logits[0]
-    elements = sum(2 * layer.params.head_dim * layer.encoded.key_scales.numel() for layer in session.layers)
+    elements = sum(layer.num_elements for layer in session.layers)
     bits = (8 * session.packed_nbytes / elements, 8 * session.nbytes / elements)
     return compare(exact, packed, next_tokens(ids[0])), bits
+
+
+def holding(model: PreTrainedModel, candidate: Candidate, key_mean: str = "auto"):
+    """A context manager in which the model keeps its cache as the candidate does; gives the session."""
+    if isinstance(candidate.cache, Rival):
+        return rival_cache(model, candidate.cache, candidate.window)
+    return turboquant_cache(model, candidate.cache, key_mean=key_mean, window=candidate.window)

@@ -46,6 +46,16 @@ class CacheSession:
         self.artifact: Artifact | None = None
 
     @property
+    def label(self) -> str:
+        """What a layer of this session holds; layers of another are refused."""
+        return f"{self.fmt.name} with a window of {self.window}"
+
+    def new_layer(self, index: int) -> TurboQuantLayer:
+        """An empty cache layer for layer `index` of the model."""
+        params = self.params[index]
+        return WindowedLayer(params, self.window) if self.window else TurboQuantLayer(params)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V in the compressed layers of the last cache: packed ones, and exact ones of the window."""
         return sum(layer.nbytes for layer in self.layers)
@@ -75,14 +85,13 @@ class CacheSession:
             )
         if not cache.layers:
             cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
-        for index, params in self.params.items():
+        for index in self.params:
             layer = cache.layers[index]
             if isinstance(layer, TurboQuantLayer):
-                held = (layer.params.fmt.name, getattr(layer, "window", 0))
-                if held != (self.fmt.name, self.window):
+                if layer.label != self.label:
                     raise ValueError(
-                        f"layer {index} of the cache holds {held[0]} with a window of {held[1]}, this block is "
-                        f"{self.fmt.name} with {self.window}: start with an empty cache."
+                        f"layer {index} of the cache holds {layer.label}, this block is {self.label}: "
+                        "start with an empty cache."
                     )
                 continue
             if type(layer) is not DynamicLayer or layer.get_seq_length():
@@ -90,7 +99,8 @@ class CacheSession:
                     f"layer {index} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} exact "
                     "tokens: start with an empty cache inside turboquant_cache."
                 )
-            cache.layers[index] = WindowedLayer(params, self.window) if self.window else TurboQuantLayer(params)
+            cache.layers[index] = self.new_layer(index)
+            cache.layers[index].label = self.label
         self.cache = cache
         return cache
 
@@ -122,13 +132,20 @@ def turboquant_cache(
         RuntimeError: the model is inside such a block already.
     """
     fmt = KVFormat.from_name(fmt) if isinstance(fmt, str) else fmt
-    decoder = model.get_decoder()
-    if decoder in _active:
+    if model.get_decoder() in _active:
         raise RuntimeError("this model is inside a turboquant_cache block already: leave it before entering another.")
     found = _artifact_of(model, artifact, key_mean)
     params = layer_params(model, fmt, key_mean=key_mean, artifact=found, seed=seed)
     session = CacheSession(fmt, params, window_size(window))
     session.artifact = found
+    with compressing(model, session):
+        yield session
+
+
+@contextmanager
+def compressing(model: PreTrainedModel, session: CacheSession) -> Iterator[None]:
+    """Let every forward pass of `model` inside this block keep K and V in the layers of `session`."""
+    decoder = model.get_decoder()
     signature = inspect.signature(decoder.forward)
     cache_name = "cache" if "cache" in signature.parameters else "past_key_values"
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
@@ -157,7 +174,7 @@ def turboquant_cache(
     _active.add(decoder)
     try:
         with windowed:
-            yield session
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -16,6 +16,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    label = ""  # of the session that made it
 
     def __init__(self, params: KVParams) -> None:
         super().__init__()
@@ -76,6 +77,11 @@ class TurboQuantLayer(CacheLayerMixin):
     def packed_nbytes(self) -> int:
         """Bytes of the packed tokens. Where K has a mean, 4 bytes a token and sequence for its position come on top."""
         return 0 if self.encoded is None else sum(plane.nbytes for plane in self.encoded)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of K and V that are held."""
+        return 0 if self.encoded is None else 2 * self.params.head_dim * self.encoded.key_scales.numel()
 
     def get_seq_length(self) -> int:
         return 0 if self.encoded is None else self.encoded.key_codes.shape[1]

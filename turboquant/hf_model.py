@@ -45,6 +45,23 @@ def layer_params(
     """
     if key_mean not in KEY_MEANS:
         raise ValueError(f"key_mean {key_mean!r} is not known: allowed are {', '.join(KEY_MEANS)}.")
+    modules = compressed_modules(model)
+    means, ropes = _means_and_ropes(model, modules, key_mean, artifact)
+    return {
+        i: make_params(
+            fmt, modules[i].head_dim, key_mean=means.get(i), rope=ropes.get(i), seed=seed,
+            device=next(modules[i].parameters()).device,
+        )
+        for i in modules
+    }  # fmt: skip
+
+
+def compressed_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """The attention modules whose K and V are compressed, by layer index.
+
+    Raises:
+        ValueError: there is none, or the model has layers of a kind that we do not know.
+    """
     layer_types, _ = get_layer_types_and_kwargs(text_config(model))
     unknown = set(layer_types) - EXACT_LAYER_TYPES - {COMPRESSED_LAYER_TYPE}
     modules = attention_modules(model)
@@ -55,14 +72,7 @@ def layer_params(
             f"{type(model).__name__} has {what}: a turboquant cache holds {COMPRESSED_LAYER_TYPE} layers, beside "
             f"{', '.join(sorted(EXACT_LAYER_TYPES))}. Use its default cache."
         )
-    means, ropes = _means_and_ropes(model, {i: modules[i] for i in indices}, key_mean, artifact)
-    return {
-        i: make_params(
-            fmt, modules[i].head_dim, key_mean=means.get(i), rope=ropes.get(i), seed=seed,
-            device=next(modules[i].parameters()).device,
-        )
-        for i in indices
-    }  # fmt: skip
+    return {i: modules[i] for i in indices}
 
 
 def key_biases(model: PreTrainedModel) -> dict[int, torch.Tensor]:

@@ -99,17 +99,25 @@ class WindowedLayer(TurboQuantLayer):
     def _keep_exact(self, kept: torch.Tensor) -> None:
         self.exact, self.exact_at = self.exact[:, :, kept], self.exact_at[kept]
 
-    def _attend_row(self, row: int, query, visible, scale, softcap, sinks) -> torch.Tensor:
+    def packed(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Packed copies of one sequence, float32 [Hkv, T, D]: keys and values in a rotated frame, means or None.
+
+        And the rotation into that frame, [D, D].
+        """
         encoded = EncodedKV(*(plane[row] for plane in self.encoded))
         keys, values = (x.transpose(0, 1) for x in decode_rotated(encoded, self.params))
         means = None
         if self.params.key_mean is not None:
             means = taken_out(encoded, self.positions[row], self.params).transpose(0, 1)
+        return keys, values, means, self.params.rotation
+
+    def _attend_row(self, row: int, query, visible, scale, softcap, sinks) -> torch.Tensor:
+        keys, values, means, rotation = self.packed(row)
         exact = torch.zeros(2, *keys.shape, device=self.device)
         exact[:, :, self.exact_at] = self.exact[:, row].float().transpose(1, 2)
         held = torch.zeros(keys.shape[1], dtype=torch.bool, device=self.device)
         held[self.exact_at] = True
-        tokens = reference.Tokens(keys, values, means, *(exact @ self.params.rotation.T), held)
+        tokens = reference.Tokens(keys, values, means, *(exact @ rotation.T), held)
         total, num_queries = keys.shape[1], query.shape[0]
         first = FIRST_TOKENS + (0 if self.starts is None else int(self.starts[row]))
         outputs = []
@@ -119,7 +127,7 @@ class WindowedLayer(TurboQuantLayer):
             seen = visible[begin:end]
             outputs.append(
                 reference.softmax_attention(
-                    query[begin:end], tokens, seen, seen & held & covered, self.params.rotation, scale, softcap, sinks
+                    query[begin:end], tokens, seen, seen & held & covered, rotation, scale, softcap, sinks
                 )
             )
         return torch.cat(outputs)
