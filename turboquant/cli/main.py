@@ -9,6 +9,7 @@ import typer
 import turboquant
 from turboquant.cli.calibrate import calibrate, inspect, merge
 from turboquant.cli.demo import demo
+from turboquant.cli.doctor import doctor
 from turboquant.cli.evaluate import evaluate, report
 from turboquant.cli.formats import formats
 from turboquant.cli.theory import theory
@@ -23,6 +24,7 @@ app.command()(calibrate)
 app.command()(merge)
 app.command()(inspect)
 app.command()(demo)
+app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(report)
 app.command()(formats)
