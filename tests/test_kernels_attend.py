@@ -25,7 +25,7 @@ from turboquant.kernels import reference
 from turboquant.kernels.interface import attend
 from turboquant.kv_quantizer import KVQuantizer
 
-pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread", "kernels")
 
 
 @EVERY_CASE

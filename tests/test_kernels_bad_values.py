@@ -26,7 +26,7 @@ from kernel_cases import (
 from turboquant.kernels import coding
 from turboquant.kernels.interface import store_kv
 
-pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread", "kernels")
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0], ids="mean{:.0f}".format)

@@ -26,7 +26,7 @@ from turboquant.formats import PRESETS
 from turboquant.kernels.interface import store_kv
 from turboquant.kv_quantizer import make_params
 
-pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread", "kernels")
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "mean-rope", "mean-rope-interleaved", "D80-block48-gqa3", "D256-gqa8"])

@@ -11,7 +11,7 @@ from kernel_cases import HALF, TOLERANCES, Case, Step, assert_close, build, naiv
 from turboquant.kernels.interface import ExactWindow
 from turboquant.window import FIRST_TOKENS
 
-pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("poison_empty", "one_thread", "kernels")
 
 SEQS = ((1, 90), (5, 60), (40, 100), (7, 7), (1, 1), (64, 64))
 CASES = {

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from turboquant.formats import ALIASES, PRESETS, KVFormat, check_head_dim
-from turboquant.kernels.interface import ExactWindow, KVParams, attend, store_kv
+from turboquant.kernels.interface import ExactWindow, KVParams, attend, prepare, store_kv
 from turboquant.kv_quantizer import make_params
 from turboquant.vllm import owner
 from turboquant.vllm.key_mean import layer_key_mean, load_artifact
@@ -138,6 +138,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         )
         mean, rope, source = layer_key_mean(layer, self.model_config.hf_text_config, self.options.key_mean, artifact)
         self.params = make_params(self.fmt, self.head_size, key_mean=mean, rope=rope, device=self.device)
+        prepare(self.params)
         if self.options.window and not self.is_draft:
             self.window = WindowCache(layer.layer, self.fmt, act_dtype, self.options.window)
             self.ownership.static_forward_context[self.window.layer_name] = self.window

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -14,6 +13,8 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from turboquant.kernels.interface import graph_safe
 
 
 @dataclass
@@ -67,13 +68,19 @@ class PagesBackend(AttentionBackend):
 class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     """vLLM calls `build` once a step for each KV cache group."""
 
-    # The reference kernels read lengths on the host.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # A captured graph reads this memory again at every replay.
+        size = vllm_config.scheduler_config.max_num_batched_tokens
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        """Decode and verify steps with kernels that read nothing on the host; never with the others."""
+        safe = graph_safe(torch.device(vllm_config.device_config.device))
+        return AttentionCGSupport.UNIFORM_BATCH if safe else AttentionCGSupport.NEVER
 
     def build(
         self,
@@ -85,11 +92,13 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         if common.causal is not True:
             raise NotImplementedError("a turboquant KV cache serves causal attention only: use kv_cache_dtype='auto'.")
         num_tokens = int(common.query_start_loc_cpu[-1])
+        positions = self.positions[:num_tokens]
+        positions.copy_(token_positions(common.query_start_loc, common.seq_lens, num_tokens))
         return TurboQuantMetadata(
             num_actual_tokens=num_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            positions=token_positions(common.query_start_loc, common.seq_lens, num_tokens),
+            positions=positions,
         )

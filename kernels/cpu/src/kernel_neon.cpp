@@ -1,0 +1,8 @@
+#include "isa_neon.h"
+
+#include "attend.h"
+#include "store.h"
+
+namespace tq {
+const Kernels neon_kernels{"neon", attend_scratch, attend, combine, store_scratch, store};
+}
