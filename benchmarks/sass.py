@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from triton.compiler import ASTSource
 
+from turboquant.environment import write_figures
 from turboquant.formats import PRESETS
 from turboquant.kernels.triton import aot
 from turboquant.kernels.triton.sass import main_loop, per_element
@@ -164,6 +165,7 @@ def main(
     target: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(aot.NVIDIA)}.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 128,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON: one object, or a list of several.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures, with versions, to this file.")] = None,
 ) -> None:
     """Lane-instructions per KV element of the decode kernel, from its machine code."""
     if (head_dim is None) != (gqa is None):
@@ -179,6 +181,8 @@ def main(
     except (ValueError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+    if output:
+        write_figures(output, [asdict(row) for row in rows])
     if json_output:
         print(json.dumps(asdict(rows[0]) if len(rows) == 1 else [asdict(row) for row in rows], indent=1))
     else:

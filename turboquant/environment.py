@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,12 @@ def environment_report() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed_version(name))},
     }
+
+
+def write_figures(path: Path, figures: Any) -> None:
+    """Write figures as JSON together with what they were measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"figures": figures, "environment": environment_report()}) + "\n")
 
 
 def installed_version(distribution: str) -> str | None:

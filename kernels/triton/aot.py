@@ -94,7 +94,9 @@ def layer_plan(shape: Shape, target: str, tiling: Tiling | None = None) -> Plan:
     width = triton.next_power_of_2(shape.gqa)
     rows = max(1, prefill_columns(shape.head_dim, shape.mean) // width) if shape.prefill else 1
     padded = max(width, (16 if target in AMD else 8) // rows)
-    chosen = tiling or default_tiling(shape.head_dim, rows * padded, shape.mean, shape.dtype == "fp32")
+    capability = int(target[3:]) if target in NVIDIA else 0
+    columns, is_float32 = rows * padded, shape.dtype == "fp32"
+    chosen = tiling or default_tiling(shape.head_dim, columns, shape.mean, is_float32, capability)
     return Plan(rows, padded, 8, chosen)
 
 

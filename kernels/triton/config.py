@@ -57,11 +57,23 @@ class Plan:
         return self.rows * self.padded_group
 
 
-def default_tiling(head_dim: int, columns: int, has_mean: bool, is_float32: bool) -> Tiling:
-    """Chosen by counting instructions and registers of the compiled kernels (docs/kernels.md)."""
+# float32 queries at head dims above 128 fit no chip's registers with any one tiling; by compute capability.
+WIDE_FLOAT32 = {100: Tiling(64, 8, 1), 120: Tiling(16, 8, 2)}
+
+
+def default_tiling(head_dim: int, columns: int, has_mean: bool, is_float32: bool, capability: int = 0) -> Tiling:
+    """Chosen by counting instructions and registers of the compiled kernels (docs/kernels.md).
+
+    Args:
+        capability: compute capability times ten, 0 for none.
+    """
+    if is_float32 and head_dim > 128:
+        return WIDE_FLOAT32.get(capability, Tiling(tokens=32, num_warps=16, num_stages=1))
     if is_float32:
-        return Tiling(tokens=16, num_warps=4, num_stages=1)
-    if columns > 8 or (has_mean and head_dim > 128):
+        return Tiling(tokens=32, num_warps=8, num_stages=1)
+    if has_mean and (columns > 8 or head_dim > 128):
+        return Tiling(tokens=32, num_warps=8, num_stages=2)
+    if columns > 8:
         return Tiling(tokens=32, num_warps=4, num_stages=2)
     return Tiling(tokens=32, num_warps=2 if head_dim > 128 else 1, num_stages=2)
 
@@ -87,10 +99,18 @@ def plan(
     programs = max(1, tiles * num_kv_heads)
     wanted = -(-programs_that_fill(device) // programs)
     most = max(1, max_blocks * block_size // MIN_SPLIT_TOKENS)
-    tiling = default_tiling(head_dim, rows * padded, has_mean, is_float32)
+    tiling = default_tiling(head_dim, rows * padded, has_mean, is_float32, capability(device))
     if rows == 1 and not has_mean and not is_float32:
         tiling = _forced or tuned(device).get(head_dim, tiling)
     return Plan(rows, padded, max(1, min(wanted, most, MAX_SPLITS)), tiling)
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability times ten; 0 where there is none."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def programs_that_fill(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -19,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from turboquant.environment import write_figures
 from turboquant.formats import PRESETS
 from turboquant.kernels.triton import aot
 from turboquant.kernels.triton.aot import AMD, NVIDIA, SHARED_LIMIT, Compiled, Shape
@@ -93,6 +95,7 @@ def main(
     target: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(NVIDIA + AMD)}; all by default.")] = None,
     quick: Annotated[bool, typer.Option(help="Fewer variants.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures, with versions, to this file.")] = None,
 ) -> None:
     """Compile every kernel and check registers, spills and shared memory."""
     lines = []
@@ -101,6 +104,8 @@ def main(
             lines.append(line)
             if line.problem and not json_output:
                 print(f"{line.target} {line.kernel} {line.variant}: {line.problem}", flush=True)
+    if output:
+        write_figures(output, [asdict(line) for line in lines])
     if json_output:
         print(json.dumps([asdict(line) for line in lines], indent=1))
     else:
