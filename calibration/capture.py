@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turboquant.hf_model import attention_modules, text_config
 from turboquant.hf_rope import ropes_by_shift
-from turboquant.hf_window import exact_attention, visible_tokens
+from turboquant.hf_window import attending_by, exact_attention, visible_tokens
 from turboquant.rope import Rope
 
 ATTENTION = "turboquant_capture"
@@ -26,21 +26,9 @@ class CalibrationError(ValueError):
     """This model, or this data, cannot be calibrated on."""
 
 
-@contextmanager
-def capturing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
+def capturing(model: PreTrainedModel, observe: Observer) -> AbstractContextManager[None]:
     """Call `observe` for every attention layer of every forward pass inside this block."""
-    decoder = model.get_decoder()
-    before = decoder.config._attn_implementation
-    modules = attention_modules(model)
-    for module in modules.values():
-        _observers[module] = observe
-    decoder.set_attn_implementation(ATTENTION)
-    try:
-        yield
-    finally:
-        decoder.set_attn_implementation(before)
-        for module in modules.values():
-            _observers.pop(module, None)
+    return attending_by(ATTENTION, model.get_decoder(), attention_modules(model), _observers, observe)
 
 
 def layers_of(model: PreTrainedModel) -> tuple[dict[int, tuple[int, int]], dict[int, Rope | None]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from turboquant.artifact import config_fingerprint
 from turboquant.evals.candidates import Candidate
 from turboquant.evals.divergence import Divergence
 from turboquant.evals.scores import compare_states, next_tokens, summary
@@ -45,7 +46,7 @@ def engine_divergence(
     windowed = [c.label for c in candidates if c.simulated and c.window]
     if windowed:
         raise ValueError(f"{', '.join(windowed)}: vLLM gives a window to our formats only: use --backend hf for these.")
-    head_dim = _head_dim(model_dir)
+    head_dim = config_fingerprint(AutoConfig.from_pretrained(model_dir).get_text_config())["head_dim"]
     exact_bytes = getattr(torch, dtype).itemsize
     settings = {"dtype": dtype, "kv_cache_memory_bytes": kv_cache_memory_bytes}
     exact = {}
@@ -92,8 +93,3 @@ def _served(model_dir, candidate: Candidate, texts: dict[str, torch.Tensor], set
         reader = Reader(llm)
         for name, contexts in texts.items():
             yield name, contexts, reader
-
-
-def _head_dim(model_dir: Path | str) -> int:
-    config = AutoConfig.from_pretrained(model_dir).get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

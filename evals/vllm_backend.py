@@ -20,25 +20,30 @@ CHUNK = 1024
 
 
 @contextmanager
-def engine(model_dir: Path | str, kv_cache_dtype: str, *, dtype: str, max_model_len: int, **settings: Any) -> Iterator:
-    """vLLM's `LLM` in this process, taken down at the end of the block."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def running(model_dir: Path | str, **settings: Any) -> Iterator:
+    """vLLM's `LLM` with these settings, taken down at the end of the block."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     llm = None
     try:
-        llm = LLM(
-            str(model_dir), kv_cache_dtype=kv_cache_dtype, dtype=dtype, max_model_len=max_model_len, enforce_eager=True,
-            max_num_seqs=1, max_num_batched_tokens=CHUNK, enable_prefix_caching=False, skip_tokenizer_init=True,
-            distributed_executor_backend="uni", disable_log_stats=True, **settings,
-        )  # fmt: skip
+        llm = LLM(str(model_dir), **settings)
         yield llm
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+
+
+def engine(model_dir: Path | str, kv_cache_dtype: str, *, dtype: str, max_model_len: int, **settings: Any):
+    """A context manager: the engine in this process, one prompt at a time."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return running(
+        model_dir, kv_cache_dtype=kv_cache_dtype, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1,
+        max_num_batched_tokens=CHUNK, enable_prefix_caching=False, skip_tokenizer_init=True,
+        distributed_executor_backend="uni", disable_log_stats=True, enforce_eager=True, **settings,
+    )  # fmt: skip
 
 
 class Reader:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from turboquant.cache import turboquant_cache
+from turboquant.evals.vllm_backend import running
 
 # One process: errors at start-up keep their type, and a boot takes seconds. `vllm serve` is tested as it is served.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -21,12 +20,8 @@ POOL_BYTES = 64 << 20
 ALL_PACKED = {"turboquant": {"prefill_reads": "packed", "window": 0}}
 
 
-@contextmanager
-def engine(model, kv_cache_dtype: str, **overrides) -> Iterator:
-    """An `LLM` on `model`, taken down at the end of the block."""
-    from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
+def engine(model, kv_cache_dtype: str, **overrides):
+    """A context manager: an `LLM` on `model`, taken down at the end of the block."""
     settings = {
         "dtype": "float32",
         "max_model_len": 512,
@@ -36,15 +31,7 @@ def engine(model, kv_cache_dtype: str, **overrides) -> Iterator:
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
     }
-    llm = None
-    try:
-        llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, **{**settings, **overrides})
-        yield llm
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+    return running(model, kv_cache_dtype=kv_cache_dtype, **{**settings, **overrides})
 
 
 def pool(llm) -> tuple[int, int]:

@@ -141,18 +141,29 @@ def leading_zeros(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @contextmanager
-def use_window_attention(decoder: PreTrainedModel, modules: dict[int, torch.nn.Module], session: Any) -> Iterator[None]:
-    """Let `decoder` attend by `turboquant_attention` inside this block; `session.cache` is what it reads."""
+def attending_by(
+    name: str,
+    decoder: PreTrainedModel,
+    modules: dict[int, torch.nn.Module],
+    registry: weakref.WeakKeyDictionary[torch.nn.Module, Any],
+    entry: Any,
+) -> Iterator[None]:
+    """Let `decoder` attend by the function called `name` inside this block, which finds `entry` by its module."""
     before = decoder.config._attn_implementation
     for module in modules.values():
-        _sessions[module] = session
-    decoder.set_attn_implementation(ATTENTION)
+        registry[module] = entry
+    decoder.set_attn_implementation(name)
     try:
         yield
     finally:
         decoder.set_attn_implementation(before)
         for module in modules.values():
-            _sessions.pop(module, None)
+            registry.pop(module, None)
+
+
+def use_window_attention(decoder: PreTrainedModel, modules: dict[int, torch.nn.Module], session: Any):
+    """Let `decoder` attend by `turboquant_attention` inside this block; `session.cache` is what it reads."""
+    return attending_by(ATTENTION, decoder, modules, _sessions, session)
 
 
 def turboquant_attention(
