@@ -42,11 +42,7 @@ def check_vectors(
 def check_window(window: Any, head_dim: int, num_kv_heads: int, seq_lens: torch.Tensor) -> None:
     """Window pages are [num_blocks, num_kv_heads, block_size, 2·D] of a float dtype, one table row a sequence."""
     pages, table = window.pages, window.block_table
-    if pages.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"window pages have dtype {pages.dtype}: allowed are {', '.join(map(str, FLOAT_DTYPES))}.")
-    if pages.ndim != 4 or pages.shape[1] != num_kv_heads or pages.shape[3] != 2 * head_dim:
-        expected = f"[num_blocks, {num_kv_heads}, block_size, {2 * head_dim}]"
-        raise ValueError(f"window pages have shape {tuple(pages.shape)}: expected {expected}.")
+    check_window_pages(pages, head_dim, num_kv_heads)
     check_integers("window block_table", table)
     if table.ndim != 2 or table.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"window block_table has shape {tuple(table.shape)}: expected one row a sequence.")
@@ -54,6 +50,15 @@ def check_window(window: Any, head_dim: int, num_kv_heads: int, seq_lens: torch.
         raise ValueError(f"window first {window.first} is not allowed: 0 to {pages.shape[2]}, the window's block size.")
     if window.size < 1:
         raise ValueError(f"window size {window.size} is not allowed: at least 1, or None for no window.")
+
+
+def check_window_pages(pages: torch.Tensor, head_dim: int, num_kv_heads: int) -> None:
+    """[num_blocks, num_kv_heads, block_size, 2·D] of a float dtype."""
+    if pages.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"window pages have dtype {pages.dtype}: allowed are {', '.join(map(str, FLOAT_DTYPES))}.")
+    if pages.ndim != 4 or pages.shape[1] != num_kv_heads or pages.shape[3] != 2 * head_dim:
+        expected = f"[num_blocks, {num_kv_heads}, block_size, {2 * head_dim}]"
+        raise ValueError(f"window pages have shape {tuple(pages.shape)}: expected {expected}.")
 
 
 def check_integers(name: str, x: torch.Tensor) -> None:

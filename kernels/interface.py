@@ -1,7 +1,7 @@
-"""What every kernel takes and gives: the parameters of a layer, the two signatures, checks and dispatch.
+"""What every kernel takes and gives: the parameters of a layer, the signatures, checks and dispatch.
 
-`store_kv` and `attend` check their arguments once, here, and hand over to an implementation of the same signature.
-`kernels/reference.py` is the specification; an implementation is a module with `store_kv` and `attend`.
+`store_kv`, `store_window` and `attend` check their arguments once, here, and hand over to an implementation of the same
+signature. `kernels/reference.py` is the specification; an implementation is a module with these three functions.
 
     key, value      [num_tokens, num_kv_heads, head_dim] float
     query           [num_tokens, num_heads, head_dim] float, head h reads KV head h // (num_heads / num_kv_heads)
@@ -32,6 +32,7 @@ from turboquant.kernels.checks import (
     check_shape,
     check_vectors,
     check_window,
+    check_window_pages,
 )
 from turboquant.rope import Rope
 from turboquant.window import FIRST_TOKENS
@@ -119,6 +120,28 @@ def store_kv(
     implementation(key.device).store_kv(key, value, pages, slot_mapping, positions, params)
 
 
+def store_window(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write exact K and V of new tokens into their slots of the window's pages.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, D] float.
+        pages: [num_blocks, num_kv_heads, block_size, 2·D] float, see `ExactWindow`.
+        slot_mapping: [num_tokens] int64. A slot in block 0, or -1, holds nothing: such a token is not written.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit.
+        IndexError: a slot lies outside `pages`.
+    """
+    check_window_pages(pages, key.shape[-1], key.shape[1])
+    for name, tensor in (("key", key), ("value", value)):
+        check_vectors(name, tensor, pages.shape[3] // 2, num_heads=pages.shape[1])
+    check_shape("value", value, key.shape, "the shape of key")
+    check_integers("slot_mapping", slot_mapping)
+    check_shape("slot_mapping", slot_mapping, key.shape[:1], "one entry a token")
+    check_devices(key, value=value, pages=pages, slot_mapping=slot_mapping)
+    implementation(key.device).store_window(key, value, pages, slot_mapping)
+
+
 def attend(
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -166,7 +189,8 @@ def attend(
     check_vectors("query", query, params.head_dim, multiple_of=pages.shape[1])
     for name, tensor in zip(("fresh key", "fresh value"), fresh or (), strict=False):
         check_vectors(name, tensor, params.head_dim, num_heads=pages.shape[1])
-        check_shape(name, tensor[:, 0, 0], query.shape[:1], "as many tokens as query")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} has {tensor.shape[0]} tokens: expected {query.shape[0]}, as many as query.")
         check_devices(query, **{name: tensor})
     indices = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
     for name, tensor in indices.items():
@@ -212,7 +236,7 @@ def implementation(device: torch.device) -> ModuleType:
     name = os.environ.get(FORCE_ENV) or _default(device.type)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"{FORCE_ENV}={name!r} is not known: allowed are {', '.join(IMPLEMENTATIONS)}, or unset it.")
-    return import_module(IMPLEMENTATIONS[name])
+    return _module(IMPLEMENTATIONS[name])
 
 
 def prepare(params: KVParams) -> None:
@@ -231,6 +255,9 @@ def prepare(params: KVParams) -> None:
 def graph_safe(device: torch.device) -> bool:
     """Can the kernels for this device be captured into a CUDA graph?"""
     return device.type == "cuda" and hasattr(implementation(device), "reserve")
+
+
+_module = functools.cache(import_module)  # a step asks once a layer and more
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The specification: store_kv and attend in plain torch, float32 throughout. The coding itself is `coding.py`.
+"""The specification: store_kv, store_window and attend in plain torch, float32 throughout. The coding itself is `coding.py`.
 
 Attend takes one sequence at a time and works in the rotated frame:
 
@@ -49,6 +49,17 @@ def store_kv(key, value, pages, slot_mapping, positions, params: KVParams) -> No
     encoded = encode_kv(key[real], value[real], positions[real], params)
     for plane, data in zip(split_page(pages, params.fmt, params.head_dim), encoded, strict=True):
         plane[block, :, offset] = data
+
+
+def store_window(key, value, pages, slot_mapping) -> None:
+    """See `turboquant.kernels.interface.store_window`."""
+    block_size = pages.shape[2]
+    real = slot_mapping >= block_size
+    slots = slot_mapping[real]
+    if slots.numel() and (last := int(slots.max())) >= pages.shape[0] * block_size:
+        raise IndexError(f"slot {last} lies outside the window pages: {pages.shape[0]} blocks of {block_size} tokens.")
+    exact = torch.cat((key[real], value[real]), dim=-1).to(pages.dtype)
+    pages[slots // block_size, :, slots % block_size] = exact
 
 
 def attend(

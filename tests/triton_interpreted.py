@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernel_cases import CASES, HALF, READS, Case, build, store
 from test_kernels_window import CASES as WINDOW_CASES
+from test_kernels_store_window import WINDOW_STORES, check_store_window
 from test_kernels_window import STRICT, window_of
 from triton_cases import FULL_ENV, RATIOS, error_ratio, moderate, product, sampled, through
 
@@ -53,6 +54,12 @@ def assert_same(step, read_fresh=False, **changes):
 def test_the_product(case):
     step = moderate(case)
     assert_same(step, read_fresh=case.group % 2 == 0)
+
+
+@WINDOW_STORES
+def test_store_window(dtype, dim, monkeypatch):
+    monkeypatch.setenv(FORCE_ENV, "triton")
+    check_store_window(dtype, dim)
 
 
 @pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())

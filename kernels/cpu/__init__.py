@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from turboquant.kernels.cpu.library import AttendArgs, Integers, Pages, StoreArgs, Vectors, call
+from turboquant.kernels.cpu.library import ATTEND, NO_INTEGERS, NO_VECTORS, STORE, STORE_EXACT, call
 from turboquant.kernels.cpu.tables import layer_tables
 from turboquant.kernels.interface import FORCE_ENV, ExactWindow, KVParams
 from turboquant.packing import split_page
@@ -24,12 +24,26 @@ def store_kv(key, value, pages, slot_mapping, positions, params: KVParams) -> No
     _check_device(key)
     key, value = _inner_contiguous(key), _inner_contiguous(value)
     slots, positions = _int64(slot_mapping), _int64(positions)
-    tables = layer_tables(params)
-    args = StoreArgs(
-        _vectors(key), _vectors(value), _pages(pages, params), tables.cover(0),
-        slots.data_ptr(), positions.data_ptr(), len(slots), torch.get_num_threads(),
+    args = STORE.pack(
+        *_vectors(key), *_vectors(value), *_pages(pages, params), *layer_tables(params).cover(0),
+        slots.data_ptr(), positions.data_ptr(), slots.shape[0], torch.get_num_threads(),
     )  # fmt: skip
     call("tq_store", args)
+
+
+def store_window(key, value, pages, slot_mapping) -> None:
+    """See `turboquant.kernels.interface.store_window`."""
+    _check_device(key)
+    key, value = (_inner_contiguous(x.to(pages.dtype)) for x in (key, value))
+    written, slots = _inner_contiguous(pages), _int64(slot_mapping)
+    blocks, heads, block_size, width = pages.shape
+    args = STORE_EXACT.pack(
+        *_vectors(key), *_vectors(value), *_vectors(written),
+        blocks, heads, block_size, written.stride(2), width // 2, slots.data_ptr(), slots.shape[0],
+    )  # fmt: skip
+    call("tq_store_exact", args)
+    if written is not pages:
+        pages.copy_(written)
 
 
 def attend(
@@ -46,21 +60,19 @@ def attend(
     query, block_table = _inner_contiguous(query), _inner_contiguous(block_table)
     lengths, starts = _int64(seq_lens), _int64(query_start_loc)
     written = _inner_contiguous(out)
-    own = (None, None) if fresh is None else tuple(_inner_contiguous(x) for x in fresh)
+    key, value = (None, None) if fresh is None else (_inner_contiguous(x) for x in fresh)
     sinks = None if sinks is None else sinks.float().contiguous()
-    tables = layer_tables(params)
-    args = AttendArgs(
-        query=_vectors(query), out=_vectors(written), fresh_key=_vectors(own[0]), fresh_value=_vectors(own[1]),
-        pages=_pages(pages, params), block_table=_integers(block_table),
-        layer=tables.cover(int(lengths.max()) if len(lengths) else 0),
-        seq_lens=lengths.data_ptr(), starts=starts.data_ptr(),
-        num_seqs=len(lengths), num_rows=query.shape[0], num_heads=query.shape[1],
-        scale=scale, softcap=softcap, sinks=None if sinks is None else sinks.data_ptr(), causal=causal,
-        sliding_window=sliding_window or 0, strict=strict, threads=torch.get_num_threads(),
+    held = None if window is None else (_inner_contiguous(window.pages), _inner_contiguous(window.block_table))
+    # What the table of blocks can reach, which is known without a look at the lengths.
+    layer = layer_tables(params).cover(block_table.shape[1] * pages.shape[2])
+    args = ATTEND.pack(
+        *_vectors(query), *_vectors(written), *_vectors(key), *_vectors(value), *_pages(pages, params), *layer,
+        *_integers(block_table), *(NO_INTEGERS if held is None else _integers(held[1])),
+        lengths.data_ptr(), starts.data_ptr(), lengths.shape[0], *query.shape[:2],
+        *_window(window, held), scale, softcap, 0 if sinks is None else sinks.data_ptr(), causal,
+        sliding_window or 0, strict, torch.get_num_threads(),
     )  # fmt: skip
-    held = None if window is None else _add_window(args, window)
     call("tq_attend", args)
-    del held
     if written is not out:
         used = slice(int(starts[0]), int(starts[-1]))
         out[used] = written[used]
@@ -71,37 +83,32 @@ def _check_device(x: torch.Tensor) -> None:
         raise ValueError(f"the CPU kernels were asked for a tensor on {x.device}: unset {FORCE_ENV}, or move it.")
 
 
-def _add_window(args: AttendArgs, window: ExactWindow) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill the window's fields; the tensors returned must outlive the call."""
-    pages, table = _inner_contiguous(window.pages), _inner_contiguous(window.block_table)
-    args.window = Vectors(pages.data_ptr(), DTYPES[pages.dtype], pages.stride(0), pages.stride(1))
-    args.window_table = _integers(table)
-    args.window_blocks, args.window_block_size = pages.shape[0], pages.shape[2]
-    args.window_token_stride = pages.stride(2)
-    args.window_size, args.window_first = window.size, window.first
-    return pages, table
+def _window(window: ExactWindow | None, held: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[int, ...]:
+    if held is None:
+        return (*NO_VECTORS, 0, 0, 0, 0, 0)
+    pages = held[0]
+    return (*_vectors(pages), pages.shape[0], pages.shape[2], pages.stride(2), window.size, window.first)
 
 
-def _pages(pages: torch.Tensor, params: KVParams) -> Pages:
-    planes = _checked_planes(pages.shape, pages.stride(), params.fmt, params.head_dim)
-    return Pages(
-        pages.data_ptr(), *pages.shape[:3], *pages.stride()[:2],
-        planes.value_codes, planes.key_scales, planes.value_scales, planes.end,
-    )  # fmt: skip
+def _pages(pages: torch.Tensor, params: KVParams) -> tuple[int, ...]:
+    shape, stride = pages.shape, pages.stride()
+    planes = _checked_planes(shape, stride, params.fmt, params.head_dim)
+    return (pages.data_ptr(), *shape[:3], *stride[:2], *planes)
 
 
 @functools.lru_cache(maxsize=256)
-def _checked_planes(shape, stride, fmt, head_dim):
+def _checked_planes(shape, stride, fmt, head_dim) -> tuple[int, int, int, int]:
     split_page(torch.empty_strided(shape, stride, dtype=torch.uint8, device="meta"), fmt, head_dim)
-    return fmt.planes(shape[2], head_dim)
+    planes = fmt.planes(shape[2], head_dim)
+    return planes.value_codes, planes.key_scales, planes.value_scales, planes.end
 
 
-def _vectors(x: torch.Tensor | None) -> Vectors:
-    return Vectors() if x is None else Vectors(x.data_ptr(), DTYPES[x.dtype], x.stride(0), x.stride(1))
+def _vectors(x: torch.Tensor | None) -> tuple[int, int, int, int]:
+    return NO_VECTORS if x is None else (x.data_ptr(), DTYPES[x.dtype], x.stride(0), x.stride(1))
 
 
-def _integers(x: torch.Tensor) -> Integers:
-    return Integers(x.data_ptr(), x.element_size(), x.stride(0), x.shape[1])
+def _integers(x: torch.Tensor) -> tuple[int, int, int, int]:
+    return x.data_ptr(), x.element_size(), x.stride(0), x.shape[1]
 
 
 def _inner_contiguous(x: torch.Tensor) -> torch.Tensor:

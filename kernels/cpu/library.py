@@ -1,15 +1,21 @@
-"""Loads the shared library and says how to call it. The two structs mirror `src/abi.h` field by field."""
+"""Loads the shared library and says how to call it. The two structs mirror `src/abi.h` field by field.
+
+A call's struct is packed from a flat tuple of its values: a decode step calls twice a layer, and making ctypes objects
+would take longer than the work in a short one.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
-from ctypes import c_char_p, c_double, c_int64, c_void_p
+import struct
+import threading
+from ctypes import c_char_p, c_int64, c_void_p
 
 from turboquant.kernels.cpu.build import HERE, LIBRARY
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 TILE, SMOOTH = 64, 8
 MESSAGE_BYTES = 256
 ISA_ENV = "TURBOQUANT_CPU_ISA"
@@ -18,49 +24,33 @@ HOW_TO_BUILD = "build it with a C++17 compiler: python -m turboquant.kernels.cpu
 ERRORS = {1: IndexError, 2: ValueError, 3: MemoryError}
 
 
-def _struct(name: str, **fields) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-def _int64(*names: str) -> dict:
-    return dict.fromkeys(names, c_int64)
-
-
-def _pointers(*names: str) -> dict:
-    return dict.fromkeys(names, c_void_p)
-
-
-Vectors = _struct("Vectors", data=c_void_p, **_int64("dtype", "token_stride", "head_stride"))
-Integers = _struct("Integers", data=c_void_p, **_int64("bytes", "row_stride", "columns"))
-Pages = _struct(
-    "Pages",
-    data=c_void_p,
-    **_int64("num_blocks", "num_kv_heads", "block_size", "block_stride", "head_stride"),
-    **_int64("value_codes", "key_scales", "value_scales", "end"),
+# Every field has 8 bytes: q for integers and pointers, d for float64.
+VECTORS = "4q"  # data, dtype, token_stride, head_stride
+INTEGERS = "4q"  # data, bytes, row_stride, columns
+PAGES = "10q"  # data, num_blocks, num_kv_heads, block_size, block_stride, head_stride, offsets of three planes, end
+LAYER = (
+    "3q"  # dim, key_bits, value_bits
+    "6q"  # rotation, signs, key_centroids, value_centroids, key_mean, head_has_mean
+    "5q"  # num_pairs, interleaved, num_fast, smooth_stride, table_tiles
+    "d"  # attention_scaling
+    "5q"  # inv_freq, tile_angles, local, basis, smooth
 )
-Layer = _struct(
-    "Layer",
-    **_int64("dim", "key_bits", "value_bits"),
-    **_pointers("rotation", "signs", "key_centroids", "value_centroids", "key_mean", "head_has_mean"),
-    **_int64("num_pairs", "interleaved", "num_fast", "smooth_stride", "table_tiles"),
-    attention_scaling=c_double,
-    **_pointers("inv_freq", "tile_angles", "local", "basis", "smooth"),
-)
-StoreArgs = _struct(
-    "StoreArgs",
-    key=Vectors, value=Vectors, pages=Pages, layer=Layer,
-    **_pointers("slots", "positions"), **_int64("num_tokens", "threads"),
+STORE = struct.Struct(
+    "=" + 2 * VECTORS + PAGES + LAYER  # key, value, pages, layer
+    + "4q"  # slots, positions, num_tokens, threads
 )  # fmt: skip
-AttendArgs = _struct(
-    "AttendArgs",
-    query=Vectors, out=Vectors, fresh_key=Vectors, fresh_value=Vectors, pages=Pages, layer=Layer,
-    block_table=Integers, window_table=Integers,
-    **_pointers("seq_lens", "starts"), **_int64("num_seqs", "num_rows", "num_heads"),
-    window=Vectors,
-    **_int64("window_blocks", "window_block_size", "window_token_stride", "window_size", "window_first"),
-    scale=c_double, softcap=c_double, sinks=c_void_p,
-    **_int64("causal", "sliding_window", "strict", "threads"),
+STORE_EXACT = struct.Struct(
+    "=" + 3 * VECTORS  # key, value, pages
+    + "7q"  # num_blocks, num_kv_heads, block_size, token_stride, dim, slots, num_tokens
 )  # fmt: skip
+ATTEND = struct.Struct(
+    "=" + 4 * VECTORS + PAGES + LAYER  # query, out, fresh_key, fresh_value, pages, layer
+    + 2 * INTEGERS  # block_table, window_table
+    + "5q"  # seq_lens, starts, num_seqs, num_rows, num_heads
+    + VECTORS + "5q"  # window: pages, num_blocks, block_size, token_stride in a block, size, first
+    + "2d" + "5q"  # scale, softcap, sinks, causal, sliding_window, strict, threads
+)  # fmt: skip
+NO_VECTORS = NO_INTEGERS = (0, 0, 0, 0)
 
 
 class LibraryMissing(RuntimeError):
@@ -88,7 +78,7 @@ def load() -> ctypes.CDLL:
     for name in ("tq_available", "tq_selected"):
         getattr(library, name).restype = c_char_p
     library.tq_select.argtypes, library.tq_select.restype = [c_char_p], c_int64
-    for name in ("tq_store", "tq_attend"):
+    for name in ("tq_store", "tq_store_exact", "tq_attend"):
         getattr(library, name).argtypes, getattr(library, name).restype = [c_void_p, c_char_p], c_int64
     if wanted := os.environ.get(ISA_ENV):
         _select(library, wanted)
@@ -120,15 +110,24 @@ def _select(library: ctypes.CDLL, name: str) -> None:
         raise ValueError(f"instruction set {name!r} is not available: allowed are {known} (see {ISA_ENV}).")
 
 
-def call(function: str, args: ctypes.Structure) -> None:
-    """Call tq_store or tq_attend.
+def call(function: str, args: bytes) -> None:
+    """Call tq_store, tq_store_exact or tq_attend with a packed struct.
 
     Raises:
         IndexError: a block or slot outside the pages.
         ValueError: lengths that contradict each other.
         MemoryError: no memory for the kernels' own buffers.
     """
-    message = ctypes.create_string_buffer(MESSAGE_BYTES)
-    status = getattr(load(), function)(ctypes.addressof(args), message)
+    message = _message_of_thread()
+    status = getattr(load(), function)(args, message)
     if status:
         raise ERRORS[status](message.value.decode())
+
+
+_thread = threading.local()
+
+
+def _message_of_thread() -> ctypes.Array:
+    if not hasattr(_thread, "message"):
+        _thread.message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    return _thread.message

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from turboquant.kernels.cpu.library import SMOOTH, TILE, Layer
+from turboquant.kernels.cpu.library import SMOOTH, TILE
 from turboquant.kernels.interface import KVParams
 from turboquant.rope import Rope
 
@@ -76,7 +76,7 @@ def rope_tables(rope: Rope | None) -> RopeTables:
 
 
 class LayerTables:
-    """The `Layer` struct of some parameters, and the tensors that it points into."""
+    """The values of `library.LAYER` for some parameters, and the tensors that they point into."""
 
     def __init__(self, params: KVParams) -> None:
         self.keep = [
@@ -84,39 +84,37 @@ class LayerTables:
             for x in (params.rotation, params.key_centroids, params.value_centroids)
         ]  # fmt: skip
         rotation, key_centroids, value_centroids = (x.data_ptr() for x in self.keep)
-        fmt = params.fmt
-        self.struct = Layer(
-            dim=params.head_dim, key_bits=fmt.key_bits, value_bits=fmt.value_bits, rotation=rotation,
-            key_centroids=key_centroids, value_centroids=value_centroids,
-        )  # fmt: skip
-        if is_butterfly(self.keep[0]):
-            self.struct.signs = rotation  # its first row: H begins with a row of ones
+        signs = rotation if is_butterfly(self.keep[0]) else 0  # its first row: H begins with a row of ones
+        self.tensors = (params.head_dim, params.fmt.key_bits, params.fmt.value_bits, rotation, signs, key_centroids)
+        self.tensors += (value_centroids,)
         self.rope: RopeTables | None = None
+        self.values = (*self.tensors, *(0,) * 7, 1.0, *(0,) * 5)
         if params.key_mean is not None:
             self._add_mean(params.key_mean.detach().float().contiguous(), params.rope)
 
     def _add_mean(self, mean: torch.Tensor, rope: Rope | None) -> None:
-        struct, self.rope = self.struct, rope_tables(rope)
+        self.rope = rope_tables(rope)
         nonzero = mean.any(-1).to(torch.uint8)
         self.keep += [mean, nonzero]
-        struct.key_mean, struct.head_has_mean = mean.data_ptr(), nonzero.data_ptr()
-        struct.num_pairs, struct.num_fast = len(self.rope.inv_freq), self.rope.num_fast
-        struct.smooth_stride = self.rope.smooth.shape[1]
-        struct.interleaved = int(rope is not None and rope.interleaved)
-        struct.attention_scaling = 1.0 if rope is None else rope.attention_scaling
-        for name in ("inv_freq", "local", "basis", "smooth"):
-            setattr(struct, name, getattr(self.rope, name).data_ptr())
+        self.mean = (mean.data_ptr(), nonzero.data_ptr(), len(self.rope.inv_freq))
+        self.interleaved = int(rope is not None and rope.interleaved)
+        self.attention_scaling = 1.0 if rope is None else rope.attention_scaling
+        self.angles: torch.Tensor | None = None
         self.cover(0)
 
-    def cover(self, length: int) -> Layer:
-        """The struct, with angles of positions below `length`."""
+    def cover(self, length: int) -> tuple:
+        """The values, with angles of positions below `length`."""
         if self.rope is not None:
             self.rope.grow(length)
-            angles = self.rope.tile_angles
-            if self.struct.tile_angles != angles.data_ptr():
-                self.keep.append(angles)
-                self.struct.tile_angles, self.struct.table_tiles = angles.data_ptr(), len(angles)
-        return self.struct
+            if self.angles is not self.rope.tile_angles:
+                self.angles = self.rope.tile_angles
+                self.values = self._with_mean(self.rope, self.angles)
+        return self.values
+
+    def _with_mean(self, rope: RopeTables, angles: torch.Tensor) -> tuple:
+        pointers = (x.data_ptr() for x in (rope.inv_freq, angles, rope.local, rope.basis, rope.smooth))
+        numbers = (self.interleaved, rope.num_fast, rope.smooth.shape[1], len(angles), self.attention_scaling)
+        return (*self.tensors, *self.mean, *numbers, *pointers)
 
 
 _layer_tables: dict[int, tuple[weakref.ref, LayerTables]] = {}

@@ -26,6 +26,7 @@ from turboquant.kernels.triton.config import Plan, Tiling, default_tiling, prefi
 from turboquant.kernels.triton.exact import exact_kernel
 from turboquant.kernels.triton.packed import packed_kernel
 from turboquant.kernels.triton.store import store_kernel
+from turboquant.kernels.triton.store_window import store_window_kernel
 from turboquant.kv_quantizer import make_params
 from turboquant.rope import Rope
 
@@ -122,7 +123,7 @@ def compile_packed(shape: Shape, target: str, tiling: Tiling | None = None) -> C
 
 
 def compile_others(shape: Shape, target: str) -> list[Compiled]:
-    """`store_kv`, the queries' rotation, exact attention and the merge."""
+    """`store_kv`, `store_window`, the queries' rotation, exact attention and the merge."""
     how, params = layer_plan(shape, target), layer_params(shape)
     common, precision = {**_common(shape, how), "DP": _padded(shape.head_dim)}, _precision(target)
     rotated = "fp32" if shape.dtype == "fp32" else "fp16"
@@ -145,6 +146,10 @@ def compile_others(shape: Shape, target: str) -> list[Compiled]:
     absent = () if shape.mean else ("mean", "frequency")
     return [
         _compile(store_kernel, target, types, store, absent, ("key_dim", "value_dim"), num_warps=4),
+        _compile(
+            store_window_kernel, target, {**types, "pages": shape.dtype},
+            {"BLOCK_SIZE": 32, "T": 16, "DP": _padded(dim)}, (), ("key_dim", "value_dim"), num_warps=4,
+        ),
         _compile(
             rotate_kernel, target, types, {**common, **around, "IP": precision}, (), ("query_dim",), **options
         ),

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from turboquant.formats import ALIASES, PRESETS, KVFormat, check_head_dim
-from turboquant.kernels.interface import ExactWindow, KVParams, attend, prepare, store_kv
+from turboquant.kernels.interface import ExactWindow, KVParams, attend, prepare, store_kv, store_window
 from turboquant.kv_quantizer import make_params
 from turboquant.vllm import owner
 from turboquant.vllm.key_mean import layer_key_mean, load_artifact
@@ -159,7 +159,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         store_kv(key[:n], value[:n], kv_cache, slot_mapping[:n], metadata.positions, self.params)
         if self._window_metadata() is not None:
             slots = get_forward_context().slot_mapping[self.window.layer_name]
-            self.window.store(key[:n], value[:n], slots[:n])
+            store_window(key[:n], value[:n], self.window.pages, slots[:n])
 
     def forward(
         self,

@@ -94,17 +94,6 @@ class WindowCache(torch.nn.Module, AttentionLayerBase):
         """[num_blocks, num_kv_heads, block_size, 2·D] in the model's dtype."""
         return self.kv_cache.view(self.dtype)
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write exact K and V, [num_tokens, num_kv_heads, D] each, into their slots: −1 and block 0 hold nothing.
-
-        Tokens without a slot write zeros into the null block: choosing the others would make the host wait for a GPU.
-        """
-        block_size = self.kv_cache.shape[2]
-        real = slot_mapping >= block_size
-        slots = torch.where(real, slot_mapping, 0)
-        exact = torch.where(real[:, None, None], torch.cat((key, value), dim=-1).to(self.dtype), 0)
-        self.pages[slots // block_size, :, slots % block_size] = exact
-
 
 def _log_cost(layout: CacheLayout, block_size: int) -> None:
     ratios = ", ".join(f"{layout.ratio_vs_bf16(tokens):.2f}x at {name}" for name, tokens in COST_LENGTHS.items())

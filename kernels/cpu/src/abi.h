@@ -1,12 +1,12 @@
 // The C ABI between the Python module and the library: plain pointers, strides and numbers, 8 bytes a field.
-// `library.py` mirrors the two structs field by field; ABI_VERSION changes with them.
+// `library.py` mirrors the structs field by field; ABI_VERSION changes with them.
 #pragma once
 
 #include <cstdint>
 
 namespace tq {
 
-constexpr int64_t ABI_VERSION = 1;
+constexpr int64_t ABI_VERSION = 2;
 constexpr int64_t TILE = 64;        // tokens that are decoded at a time; tiles start at multiples of it
 constexpr int64_t SMOOTH = 8;       // Chebyshev terms that stand for the slow pairs of RoPE within a tile
 constexpr int64_t MESSAGE = 256;    // bytes of an error message
@@ -57,6 +57,13 @@ struct StoreArgs {
     int64_t num_tokens, threads;
 };
 
+struct StoreExactArgs {  // key and value have the dtype of the pages [num_blocks, Hkv, block_size, 2 D]
+    Vectors key, value, pages;  // token_stride of pages is that of a block
+    int64_t num_blocks, num_kv_heads, block_size, token_stride, dim;
+    const int64_t* slots;
+    int64_t num_tokens;
+};
+
 struct AttendArgs {
     Vectors query, out, fresh_key, fresh_value;  // fresh data null for none
     Pages pages;
@@ -86,6 +93,7 @@ const char* tq_selected();
 // 1 if the library was built with OpenMP.
 int64_t tq_has_threads();
 int64_t tq_store(const tq::StoreArgs* args, char* message);
+int64_t tq_store_exact(const tq::StoreExactArgs* args, char* message);
 int64_t tq_attend(const tq::AttendArgs* args, char* message);
 }
 #pragma GCC visibility pop

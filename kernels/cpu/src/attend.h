@@ -6,9 +6,15 @@
 namespace tq {
 namespace {
 
-inline int64_t attend_scratch(const AttendArgs& a, int64_t max_rows) {
-    State s(a, Task{}, max_rows, nullptr);
+inline int64_t attend_scratch(const AttendArgs& a, const Shared& shared, int64_t max_rows) {
+    State s(a, shared, Task{}, max_rows, nullptr);
     return s.end - static_cast<char*>(nullptr) + PAD;
+}
+
+inline int64_t shared_bytes(const AttendArgs& a) {
+    const Layer& layer = a.layer;
+    int64_t columns = round_up(layer.dim, key_columns_step(layer)) + round_up(layer.dim, value_columns_step(layer));
+    return columns * int64_t(sizeof(int32_t)) + 2 * PAD;
 }
 
 // Centroids as integers that fill the given range.
@@ -19,36 +25,51 @@ inline float quantise_centroids(const float* centroids, int64_t bits, float limi
     return high / limit;
 }
 
-inline void pack_query(State& s, int64_t row, const float* rotated) {
-    float high = 0, all = 0;
-    for (int64_t i = 0; i < s.dim; i++) {
-        float size = __builtin_fabsf(rotated[i]);
-        high = larger(high, size);
-        all += size;
+inline void share(const AttendArgs& a, Shared& s, void* memory) {
+    const Layer& layer = a.layer;
+    s.key_columns = round_up(layer.dim, key_columns_step(layer));
+    s.value_columns = round_up(layer.dim, value_columns_step(layer));
+    Arena m{static_cast<char*>(memory)};
+    s.key_order = m.take<int32_t>(s.key_columns);
+    s.value_order = m.take<int32_t>(s.value_columns);
+    s.key_step = quantise_centroids(layer.key_centroids, layer.key_bits, key_limit(layer.dim), s.key_lut);
+    s.value_step = quantise_centroids(layer.value_centroids, layer.value_bits, VALUE_LIMIT, s.value_lut);
+    for (int32_t i = 0; i < s.key_columns; i++) {
+        int32_t d = Isa::key_dimension(int(layer.key_bits), i);
+        s.key_order[i] = d < layer.dim ? d : -1;
     }
+    s.value_ordered = true;
+    for (int32_t i = 0; i < s.value_columns; i++) {
+        int32_t d = Isa::value_dimension(int(layer.value_bits), i);
+        s.value_order[i] = d < layer.dim ? d : -1;
+        s.value_ordered &= d == i;
+    }
+}
+
+inline void pack_query(State& s, int64_t row, const float* rotated) {
+    vf highs = {}, sums = {};
+    for (int64_t i = 0; i < s.dim; i += W) {
+        vf size = absolute(loadf(rotated + i));
+        highs = largest(highs, size);
+        sums += size;
+    }
+    float high = maximum(highs), all = sum(sums);
     int16_t* out = s.packed_q + row * s.key_columns;
     // No entry beyond 16 bits, no sum of products beyond 32.
     float factor = 2.0e9f / (key_limit(s.dim) * all);
     if (factor > 32000.0f / high) factor = 32000.0f / high;
     if (!(factor < FLOAT_MAX)) factor = 0;  // a query of zeros or denormals
-    s.query_scale[row] = factor > 0 ? s.key_step / factor * s.scale : 0;
-    for (int64_t i = 0; i < s.key_columns; i++)
-        out[i] = s.key_order[i] < 0 ? int16_t(0) : int16_t(nearest(rotated[s.key_order[i]] * factor));
+    s.query_scale[row] = factor > 0 ? s.shared.key_step / factor * s.scale : 0;
+    int32_t* whole = reinterpret_cast<int32_t*>(s.exact_v);
+    for (int64_t i = 0; i < s.dim; i += W) store_as(whole + i, Isa::round(loadf(rotated + i) * factor));
+    for (int64_t i = 0; i < s.key_columns; i++) {
+        int32_t d = s.shared.key_order[i];
+        out[i] = d < 0 ? int16_t(0) : int16_t(whole[d]);
+    }
 }
 
 inline void begin_rows(State& s) {
     const Layer& layer = s.a.layer;
-    s.scale = float(s.a.scale) * (s.a.softcap != 0 ? 1.0f : LOG2_E);
-    s.key_step = quantise_centroids(layer.key_centroids, layer.key_bits, key_limit(s.dim), s.key_lut);
-    s.value_step = quantise_centroids(layer.value_centroids, layer.value_bits, VALUE_LIMIT, s.value_lut);
-    for (int32_t i = 0; i < s.key_columns; i++) {
-        int32_t d = Isa::key_dimension(int(layer.key_bits), i);
-        s.key_order[i] = d < s.dim ? d : -1;
-    }
-    for (int32_t i = 0; i < s.value_columns; i++) {
-        int32_t d = Isa::value_dimension(int(layer.value_bits), i);
-        s.value_order[i] = d < s.dim ? d : -1;
-    }
     const Vectors& query = s.a.query;
     for (int64_t row = 0; row < s.rows; row++) {
         float* q = s.queries + row * s.dim;
@@ -81,12 +102,13 @@ inline void finish(const AttendArgs& a, int64_t query_row, int64_t head, float* 
 }
 
 inline void end_rows(State& s, float* partials) {
+    const int32_t* order = s.shared.value_order;
     float *ordered = s.exact_k, *turned = s.exact_v;
     for (int64_t row = 0; row < s.rows; row++) {
-        const float* packed = s.sums_packed + row * s.value_columns;
-        for (int64_t i = 0; i < s.value_columns; i++)
-            if (s.value_order[i] >= 0) ordered[s.value_order[i]] = packed[i];
-        rotate_back(s.a.layer, ordered, turned);
+        float* packed = s.sums_packed + row * s.value_columns;
+        for (int64_t i = 0; !s.shared.value_ordered && i < s.value_columns; i++)
+            if (order[i] >= 0) ordered[order[i]] = packed[i];
+        rotate_back(s.a.layer, s.shared.value_ordered ? packed : ordered, turned);
         for (int64_t i = 0; i < s.dim; i++) turned[i] += s.sums_exact[row * s.dim + i];
         if (s.broken[row]) s.total[row] = __builtin_nanf("");
         if (s.task.partial < 0) {
@@ -109,8 +131,8 @@ inline void attend_keys(State& s) {
     }
 }
 
-inline void attend(const AttendArgs& a, const Task& task, void* scratch, float* partials) {
-    State s(a, task, task.num_queries * (a.num_heads / a.pages.num_kv_heads), scratch);
+inline void attend(const AttendArgs& a, const Shared& shared, const Task& task, void* scratch, float* partials) {
+    State s(a, shared, task, task.num_queries * (a.num_heads / a.pages.num_kv_heads), scratch);
     s.span = span_of(a, task.seq);
     begin_rows(s);
     if (task.begin < task.end) a.layer.key_bits == 4 ? attend_keys<4>(s) : attend_keys<3>(s);

@@ -34,7 +34,7 @@ struct Scratch {
     }
 };
 
-thread_local Scratch scratch_of_thread, partials_of_caller;
+thread_local Scratch scratch_of_thread, partials_of_caller, shared_of_caller;
 
 template <class Body>
 bool parallel(int64_t count, int64_t threads, int64_t scratch_bytes, Body body) {
@@ -123,14 +123,30 @@ struct Plan {
     int64_t max_rows = 0, partial_rows = 0;
 };
 
-void add_block(const AttendArgs& a, const Span& s, Task task, bool few, Plan& plan) {
-    int64_t rows = task.num_queries * (a.num_heads / a.pages.num_kv_heads);
-    if (rows > plan.max_rows) plan.max_rows = rows;
+struct Range {
+    int64_t begin, end;
+};
+
+// The packed positions that some query of a block reads. The newest tokens that all of them read exactly are not among
+// them: with a window, that saves a tile or two of every decode step.
+Range packed_range(const AttendArgs& a, const Span& s, const Task& task) {
     int64_t newest = s.past + task.first_query + task.num_queries;  // nothing at or after it is seen
     int64_t oldest = s.past + task.first_query - a.sliding_window + 1;
     int64_t begin = a.sliding_window && oldest > s.first ? oldest : s.first;
     int64_t end = a.causal && newest < s.packed_end ? newest : s.packed_end;
-    begin = begin < end ? begin / TILE * TILE : end;  // the first tile that holds something to read
+    if (s.has_window)
+        for (int64_t exact = newest - a.window_size; end > begin && end > exact; end--) {
+            int64_t at = end - 1;
+            if (at >= s.past ? !s.has_own : !in_window_pages(a, s, at)) break;
+            if (at < s.past && !integer_at(a.window_table, task.seq, at / a.window_block_size)) break;
+        }
+    return {begin < end ? begin / TILE * TILE : end, end};  // from the first tile that holds something to read
+}
+
+void add_block(const AttendArgs& a, Range range, Task task, bool few, Plan& plan) {
+    int64_t rows = task.num_queries * (a.num_heads / a.pages.num_kv_heads);
+    if (rows > plan.max_rows) plan.max_rows = rows;
+    auto [begin, end] = range;
     int64_t chunk = few ? CHUNK : INT64_MAX / 2;
     int64_t count = end > begin ? (end - begin - 1) / chunk + 1 : 1;
     if (count > 1) plan.splits.emplace_back(plan.tasks.size(), count);
@@ -154,11 +170,13 @@ Plan make_plan(const AttendArgs& a) {
         Span s = span_of(a, seq);
         bool few = count <= FEW_BLOCKS * queries;
         // Blocks with most to read first: threads then end at about the same time.
-        for (int64_t first = (count - 1) / queries * queries; first >= 0; first -= queries)
-            for (int64_t head = 0; head < a.pages.num_kv_heads; head++) {
-                int64_t rest = count - first;
-                add_block(a, s, Task{seq, head, first, rest < queries ? rest : queries, 0, 0, false, -1}, few, plan);
-            }
+        for (int64_t first = (count - 1) / queries * queries; first >= 0; first -= queries) {
+            int64_t rest = count - first;
+            Task task{seq, 0, first, rest < queries ? rest : queries, 0, 0, false, -1};
+            Range range = packed_range(a, s, task);
+            for (task.kv_head = 0; task.kv_head < a.pages.num_kv_heads; task.kv_head++)
+                add_block(a, range, task, few, plan);
+        }
     }
     return plan;
 }
@@ -243,16 +261,41 @@ int64_t tq_store(const StoreArgs* args, char* message) {
     return done ? OK : fail(MEMORY_ERROR, message, "out of memory");
 }
 
+int64_t tq_store_exact(const StoreExactArgs* args, char* message) {
+    const StoreExactArgs& a = *args;
+    for (int64_t i = 0; i < a.num_tokens; i++)
+        if (a.slots[i] >= a.num_blocks * a.block_size)
+            return fail(INDEX_ERROR, message, "slot %lld lies outside the window pages: %lld blocks of %lld tokens.",
+                        Long(a.slots[i]), Long(a.num_blocks), Long(a.block_size));
+    const int64_t width = a.pages.dtype == F32 ? 4 : 2, bytes = a.dim * width;
+    for (int64_t i = 0; i < a.num_tokens; i++) {
+        int64_t block = a.slots[i] / a.block_size, offset = a.slots[i] % a.block_size;
+        for (int64_t head = 0; block > 0 && head < a.num_kv_heads; head++) {  // block 0 holds nothing
+            auto row = [&](const Vectors& x, int64_t token, int64_t at) {
+                return static_cast<char*>(x.data) + (token * x.token_stride + head * x.head_stride + at) * width;
+            };
+            char* out = row(a.pages, block, offset * a.token_stride);
+            std::memcpy(out, row(a.key, i, 0), bytes);
+            std::memcpy(out + bytes, row(a.value, i, 0), bytes);
+        }
+    }
+    return OK;
+}
+
 int64_t tq_attend(const AttendArgs* args, char* message) {
     const AttendArgs& a = *args;
     if (Status status = check(a, message)) return status;
     const Kernels& kernels = *selected;
     Plan plan = make_plan(a);
     if (plan.tasks.empty()) return OK;
+    Shared shared;
+    void* tables = shared_of_caller.at_least(kernels.shared_bytes(a));
+    if (!tables) return fail(MEMORY_ERROR, message, "out of memory");
+    kernels.share(a, shared, tables);
     int64_t partial_bytes = plan.partial_rows * partial_floats(a.layer.dim) * int64_t(sizeof(float));
     float* rows = static_cast<float*>(partials_of_caller.at_least(partial_bytes + 64));
-    bool done = rows && parallel(plan.tasks.size(), a.threads, kernels.attend_scratch(a, plan.max_rows),
-                                 [&](int64_t i, void* scratch) { kernels.attend(a, plan.tasks[i], scratch, rows); });
+    bool done = rows && parallel(plan.tasks.size(), a.threads, kernels.attend_scratch(a, shared, plan.max_rows),
+                                 [&](int64_t i, void* scratch) { kernels.attend(a, shared, plan.tasks[i], scratch, rows); });
     done = done && parallel(plan.splits.size(), a.threads, 64, [&](int64_t i, void*) {
         auto [first, count] = plan.splits[i];
         kernels.combine(a, plan.tasks[first], count, rows);

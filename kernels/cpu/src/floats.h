@@ -22,6 +22,16 @@ inline void clear(T (&x)[M][N]) {
     }
 }
 
+#if defined(__clang__)
+inline vf shuffled(vf x, vi from) {  // folds to one shuffle where `from` is constant
+    vf y;
+    for (int i = 0; i < W; i++) y[i] = x[from[i]];
+    return y;
+}
+#else
+inline vf shuffled(vf x, vi from) { return __builtin_shuffle(x, from); }
+#endif
+
 inline vf splat(float x) { return x - vf{}; }
 inline float larger(float a, float b) { return a > b ? a : b; }
 inline int32_t nearest(float x) {  // |x| below 2**22
@@ -49,6 +59,13 @@ inline vf exp2v(vf x) {
     return (vf)((vi)scaled & (x >= splat(-126.0f)));
 }
 inline float exp2s(float x) { return exp2v(splat(x))[0]; }
+
+// All of x [n], n a multiple of W? Only then is every product with zero a zero.
+inline bool is_finite(const float* x, int64_t n) {
+    vf zeros = {};
+    for (int64_t i = 0; i < n; i += W) zeros += loadf(x + i) * 0.0f;
+    return sum(zeros) == 0.0f;
+}
 
 // One row [n] of any dtype to float; returns whether all of it is finite.
 inline bool load_row(const void* data, int64_t dtype, int64_t at, int64_t n, float* out) {
@@ -86,23 +103,30 @@ inline void store_row(const Vectors& x, int64_t at, int64_t n, const float* row)
     }
 }
 
+// Within a vector: lanes i and i + HALF to their sum and difference.
+template <int HALF>
+inline vf butterfly_lanes(vf x) {
+    vi other, sign;
+    for (int i = 0; i < W; i++) {
+        other[i] = i ^ HALF;
+        sign[i] = i & HALF ? INT32_MIN : 0;
+    }
+    return shuffled(x, other) + (vf)((vi)x ^ sign);
+}
+
 inline void butterfly(float* x, int64_t n) {
-    for (int64_t half = 1; half < n; half *= 2)
-        for (int64_t i = 0; i < n; i += 2 * half) {
-            if (half >= W) {
-                for (int64_t j = i; j < i + half; j += W) {
-                    vf a = loadf(x + j), b = loadf(x + j + half);
-                    store_as(x + j, a + b);
-                    store_as(x + j + half, a - b);
-                }
-            } else {
-                for (int64_t j = i; j < i + half; j++) {
-                    float a = x[j], b = x[j + half];
-                    x[j] = a + b;
-                    x[j + half] = a - b;
-                }
+    for (int64_t i = 0; i < n; i += W) {
+        vf y = butterfly_lanes<2>(butterfly_lanes<1>(loadf(x + i)));
+        if constexpr (W == 8) y = butterfly_lanes<4>(y);
+        store_as(x + i, y);
+    }
+    for (int64_t half = W; half < n; half *= 2)
+        for (int64_t i = 0; i < n; i += 2 * half)
+            for (int64_t j = i; j < i + half; j += W) {
+                vf a = loadf(x + j), b = loadf(x + j + half);
+                store_as(x + j, a + b);
+                store_as(x + j + half, a - b);
             }
-        }
 }
 
 // out = R·x

@@ -30,10 +30,11 @@ struct Isa {
         return acc + (vi)vpaddq_s32(low, high);
     }
 
-    template <int RB, int TB>
-    static void reduce(const vi (&acc)[RB][TB], int32_t* out, int64_t stride) {
+    static int32_t sum(vi x) { return vaddvq_s32((int32x4_t)x); }
+    template <int RB, int TB, class V, class T>
+    static void reduce(const V (&acc)[RB][TB], T* out, int64_t stride) {
         for (int r = 0; r < RB; r++)
-            for (int t = 0; t < TB; t++) out[r * stride + t] = vaddvq_s32((int32x4_t)acc[r][t]);
+            for (int t = 0; t < TB; t++) out[r * stride + t] = sum(acc[r][t]);
     }
 
     static vf larger(vf a, vf b) { return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }

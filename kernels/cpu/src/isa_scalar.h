@@ -60,9 +60,9 @@ struct Isa {
         return acc;
     }
 
-    // Sums of each accumulator: [rows, tokens] to out
-    template <int RB, int TB>
-    static void reduce(const vi (&acc)[RB][TB], int32_t* out, int64_t stride) {
+    // Sums of each accumulator, integers or floats: [rows, tokens] to out
+    template <int RB, int TB, class V, class T>
+    static void reduce(const V (&acc)[RB][TB], T* out, int64_t stride) {
         for (int r = 0; r < RB; r++)
             for (int t = 0; t < TB; t++) out[r * stride + t] = acc[r][t][0] + acc[r][t][1] + acc[r][t][2] + acc[r][t][3];
     }

@@ -17,10 +17,21 @@ struct Task {
 // A partial result of one row: D sums, the logits' maximum in powers of two, the sum of weights.
 inline static int64_t partial_floats(int64_t dim) { return dim + 2; }
 
+// What all tasks of a call have in common: how decoded K and V lie in vectors, and centroids as integers.
+struct Shared {
+    int64_t key_columns, value_columns;
+    int32_t *key_order, *value_order;  // the dimension in each column, -1 for none
+    bool value_ordered;                // column i is dimension i
+    int16_t key_lut[16], value_lut[16];
+    float key_step, value_step;
+};
+
 struct Kernels {
     const char* name;
-    int64_t (*attend_scratch)(const AttendArgs&, int64_t max_rows);  // bytes a thread
-    void (*attend)(const AttendArgs&, const Task&, void* scratch, float* partials);
+    int64_t (*shared_bytes)(const AttendArgs&);
+    void (*share)(const AttendArgs&, Shared&, void* memory);
+    int64_t (*attend_scratch)(const AttendArgs&, const Shared&, int64_t max_rows);  // bytes a thread
+    void (*attend)(const AttendArgs&, const Shared&, const Task&, void* scratch, float* partials);
     void (*combine)(const AttendArgs&, const Task&, int64_t num_partials, float* partials);
     int64_t (*store_scratch)(const StoreArgs&);
     void (*store)(const StoreArgs&, int64_t begin, int64_t end, void* scratch);  // tokens begin .. end

@@ -4,5 +4,5 @@
 #include "store.h"
 
 namespace tq {
-const Kernels avx2_kernels{"avx2", attend_scratch, attend, combine, store_scratch, store};
+const Kernels avx2_kernels{"avx2", shared_bytes, share, attend_scratch, attend, combine, store_scratch, store};
 }

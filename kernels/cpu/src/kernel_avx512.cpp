@@ -4,5 +4,5 @@
 #include "store.h"
 
 namespace tq {
-const Kernels avx512_kernels{"avx512", attend_scratch, attend, combine, store_scratch, store};
+const Kernels avx512_kernels{"avx512", shared_bytes, share, attend_scratch, attend, combine, store_scratch, store};
 }

@@ -4,5 +4,5 @@
 #include "store.h"
 
 namespace tq {
-const Kernels avx512vnni_kernels{"avx512vnni", attend_scratch, attend, combine, store_scratch, store};
+const Kernels avx512vnni_kernels{"avx512vnni", shared_bytes, share, attend_scratch, attend, combine, store_scratch, store};
 }

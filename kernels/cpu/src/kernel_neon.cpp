@@ -4,5 +4,5 @@
 #include "store.h"
 
 namespace tq {
-const Kernels neon_kernels{"neon", attend_scratch, attend, combine, store_scratch, store};
+const Kernels neon_kernels{"neon", shared_bytes, share, attend_scratch, attend, combine, store_scratch, store};
 }

@@ -4,5 +4,5 @@
 #include "store.h"
 
 namespace tq {
-const Kernels scalar_kernels{"scalar", attend_scratch, attend, combine, store_scratch, store};
+const Kernels scalar_kernels{"scalar", shared_bytes, share, attend_scratch, attend, combine, store_scratch, store};
 }

@@ -17,7 +17,8 @@ struct Tile {
     int count;  // tokens; what stands beyond in the arrays is masked
     const uint8_t *keys[TILE_N], *values[TILE_N];
     alignas(64) float key_scale[TILE_N], value_scale[TILE_N], takes_mean[TILE_N];
-    bool bad[TILE_N], any_bad, held[TILE_N], masked;
+    alignas(64) float mask[TILE_N];  // of the queries at one position: zero, or minus infinity where they do not read
+    bool bad[TILE_N], any_bad, held[TILE_N], masked, broken;
 };
 
 inline bool is_held(const State& s, int64_t at) {
@@ -108,17 +109,20 @@ inline void find_rows(const State& s, Tile& tile) {
     find_scales(tile, key_scales, value_scales);
 }
 
-inline void mask_row(State& s, const Tile& tile, int64_t row, float* x) {
+// For the queries of this row's position: all heads of a KV head read the same tokens.
+inline void make_mask(const State& s, Tile& tile, int64_t row) {
+    tile.broken = false;
     for (int j = 0; j < TILE; j++) {
         int64_t at = tile.begin + j;
         bool reads = j < tile.count && s.visible(row, at) && !(tile.held[j] && s.wants_exact(row, at));
-        if (reads && tile.any_bad && tile.bad[j]) s.broken[row] = 1;
-        if (!reads || (tile.any_bad && tile.bad[j])) x[j] = MASKED;
+        bool bad = tile.any_bad && tile.bad[j];
+        tile.broken |= reads && bad;
+        tile.mask[j] = reads && !bad ? 0.0f : MASKED;
     }
 }
 
 // Products to logits to 16-bit weights times V's scales.
-inline void soften(State& s, const Tile& tile, int64_t row) {
+inline void soften(State& s, Tile& tile, int64_t row) {
     vf x[TILE_N / W];
     const int32_t* products = s.products + row * TILE;
     vf step = splat(s.query_scale[row]);
@@ -130,10 +134,9 @@ inline void soften(State& s, const Tile& tile, int64_t row) {
     if (s.a.softcap != 0)
         for (auto& part : x) part = soft_capped(part, float(s.a.softcap));
     if (tile.masked) {
-        float* logits = s.logits + row * TILE;
-        UNROLL for (int i = 0; i < TILE_N / W; i++) store_as(logits + i * W, x[i]);
-        mask_row(s, tile, row, logits);
-        UNROLL for (int i = 0; i < TILE_N / W; i++) x[i] = loadf(logits + i * W);
+        if (row % s.group == 0) make_mask(s, tile, row);
+        s.broken[row] |= tile.broken;
+        UNROLL for (int i = 0; i < TILE_N / W; i++) x[i] += loadf(tile.mask + i * W);
     }
     int16_t* out = s.weights16 + row * TILE;
     float high = 0;
@@ -151,7 +154,7 @@ inline void soften(State& s, const Tile& tile, int64_t row) {
         return;
     }
     float factor = WEIGHT_LIMIT / high;
-    s.weight_step[row] = high * (s.value_step / WEIGHT_LIMIT);
+    s.weight_step[row] = high * (s.shared.value_step / WEIGHT_LIMIT);
     UNROLL for (int i = 0; i < TILE_N / W; i += 2)
         Isa::store16(out + i * W, Isa::round(x[i] * factor), Isa::round(x[i + 1] * factor));
 }

@@ -33,7 +33,7 @@ template <int BITS, int RB, int TB>
 inline void score_rows(const State& s, int64_t row, const uint8_t* const* keys, const uint8_t* const* ahead) {
     using Keys = Isa::Keys<BITS>;
     constexpr int STEP = Keys::PARTS * Keys::N * LANES16;
-    const Keys decoder(s.key_lut);
+    const Keys decoder(s.shared.key_lut);
     const int16_t* q = s.packed_q + row * s.key_columns;
     const int64_t columns = s.key_columns;
     for (int token = 0; token < TILE_N; token += TB) {
@@ -79,7 +79,7 @@ inline int64_t accumulate_rows(State& s, int64_t row, int64_t column, const uint
                                const uint8_t* const* ahead) {
     using Values = Isa::Values<BITS>;
     constexpr int N = Values::N, STEP = N * W;
-    const Values decoder(s.value_lut);
+    const Values decoder(s.shared.value_lut);
     const int16_t* w = s.weights16 + row * TILE;
     for (; column + VB * STEP <= s.value_columns; column += VB * STEP) {
         vi acc[RB][VB * N];
@@ -148,7 +148,7 @@ template <int BITS>
 inline void score_decoded(const State& s, const uint8_t* const* keys, const uint8_t* const* ahead) {
     using Keys = Isa::Keys<BITS>;
     constexpr int PART = Keys::N * LANES16, STEP = Keys::PARTS * PART;
-    const Keys decoder(s.key_lut);
+    const Keys decoder(s.shared.key_lut);
     int16_t* out = s.decoded;
     for (int t = 0; t < TILE_N; t++) {
         prefetch(ahead[t], s.key_bytes);
@@ -194,7 +194,7 @@ template <int BITS>
 inline void accumulate_decoded(State& s, const uint8_t* const* values, const uint8_t* const* ahead) {
     using Values = Isa::Values<BITS>;
     constexpr int STEP = Values::N * W;
-    const Values decoder(s.value_lut);
+    const Values decoder(s.shared.value_lut);
     int16_t* out = s.decoded;
     for (int p = 0; p < TILE_N / 2; p++) {
         prefetch(ahead[2 * p], s.value_bytes);

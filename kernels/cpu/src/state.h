@@ -26,16 +26,21 @@ struct Arena {
 inline float key_limit(int64_t dim) { return dim <= 128 ? 8191.0f : dim <= 512 ? 4095.0f : 2047.0f; }
 constexpr float VALUE_LIMIT = 4095.0f, WEIGHT_LIMIT = 8191.0f;  // times TILE stays below 2**31
 
+inline int key_columns_step(const Layer& layer) {
+    return 2 * W * (layer.key_bits == 4 ? Isa::Keys<4>::PARTS * Isa::Keys<4>::N : Isa::Keys<3>::N);
+}
+inline int value_columns_step(const Layer& layer) {
+    return W * (layer.value_bits == 4 ? Isa::Values<4>::N : Isa::Values<3>::N);
+}
+
 struct State {
     const AttendArgs& a;
     const Task& task;
     Span span;
+    const Shared& shared;
     int64_t dim, group, rows, key_columns, value_columns, num_basis;
     int64_t key_bytes, value_bytes, key_reads, value_reads;  // of a token's codes, and what is loaded of them
     float scale;  // of logits, to powers of two unless capped
-    int32_t *key_order, *value_order;
-    int16_t key_lut[16], value_lut[16];
-    float key_step, value_step;
 
     float* queries;       // [rows, D]
     int16_t* packed_q;    // [rows up to a multiple of 4, key_columns], in K's order
@@ -53,17 +58,18 @@ struct State {
     int16_t* weights16;   // [rows, TILE]
     float* weight_step;   // [rows]
     int16_t* decoded;     // [TILE, columns] K or V
-    float *exact_k, *exact_v, *exact_row;  // [D, TILE], [TILE, D], [D]
+    float *exact_k, *exact_v;  // [TILE, D]: tokens that are not float32 where they lie; and work space of [2 D]
     uint8_t* copies;      // [2, TILE, read_bytes]
 
-    State(const AttendArgs& args, const Task& t, int64_t num_rows, void* memory) : a(args), task(t), rows(num_rows) {
+    State(const AttendArgs& args, const Shared& common, const Task& t, int64_t num_rows, void* memory)
+        : a(args), task(t), shared(common), rows(num_rows) {
         const Layer& layer = a.layer;
         dim = layer.dim;
         group = a.num_heads / a.pages.num_kv_heads;
-        int key_step = 2 * W * (layer.key_bits == 4 ? Isa::Keys<4>::PARTS * Isa::Keys<4>::N : Isa::Keys<3>::N);
-        int value_step = W * (layer.value_bits == 4 ? Isa::Values<4>::N : Isa::Values<3>::N);
-        key_columns = round_up(dim, key_step);
-        value_columns = round_up(dim, value_step);
+        key_columns = shared.key_columns;
+        value_columns = shared.value_columns;
+        scale = float(a.scale) * (a.softcap != 0 ? 1.0f : LOG2_E);
+        int key_step = key_columns_step(layer), value_step = value_columns_step(layer);
         key_bytes = a.pages.value_codes / a.pages.block_size;
         value_bytes = (a.pages.key_scales - a.pages.value_codes) / a.pages.block_size;
         key_reads = (key_columns - key_step) * layer.key_bits / 8 + Isa::key_load(int(layer.key_bits));
@@ -71,8 +77,6 @@ struct State {
         num_basis = 2 * layer.num_fast + SMOOTH;
         int64_t padded = round_up(rows, 4);
         Arena m{static_cast<char*>(memory)};
-        key_order = m.take<int32_t>(key_columns);
-        value_order = m.take<int32_t>(value_columns);
         queries = m.take<float>(rows * dim);
         packed_q = m.take<int16_t>(padded * key_columns);
         query_scale = m.take<float>(rows);
@@ -94,7 +98,6 @@ struct State {
         decoded = m.take<int16_t>(TILE * most(key_columns, value_columns));
         exact_k = m.take<float>(TILE * dim);
         exact_v = m.take<float>(TILE * dim);
-        exact_row = m.take<float>(dim);
         copies = m.take<uint8_t>(2 * TILE * read_bytes());
         end = m.next;
     }

@@ -33,11 +33,11 @@ struct X86 {
     static vf load_f16(const uint16_t* p) { return (vf)_mm256_cvtph_ps(load_as<__m128i>(p)); }
     static uint16_t to_f16(float x) { return uint16_t(_cvtss_sh(x, 0)); }
 
-    // Sums of each of eight accumulators: [RB, TB] to rows of out
-    template <int RB, int TB>
-    static void reduce(const vi (&acc)[RB][TB], int32_t* out, int64_t stride) {
+    // Sums of each of eight accumulators, integers or floats: [RB, TB] to rows of out
+    template <int RB, int TB, class V, class T>
+    static void reduce(const V (&acc)[RB][TB], T* out, int64_t stride) {
         static_assert(RB * TB == 8, "eight sums at a time");
-        __m256i sums = sum8(&acc[0][0]);
+        __m256i sums = (__m256i)sum8(&acc[0][0]);
         __m128i first = _mm256_castsi256_si128(sums), last = _mm256_extracti128_si256(sums, 1);
         if constexpr (TB == 8) {
             store_as(out, sums);
@@ -56,25 +56,30 @@ struct X86 {
     }
 
    private:
-    static void store_column(int32_t* out, __m128i x, int64_t stride) {
-        out[0] = _mm_cvtsi128_si32(x);
-        out[stride] = _mm_extract_epi32(x, 1);
-        out[2 * stride] = _mm_extract_epi32(x, 2);
-        out[3 * stride] = _mm_extract_epi32(x, 3);
+    template <class T>
+    static void store_column(T* out, __m128i x, int64_t stride) {
+        store_as(out, _mm_cvtsi128_si32(x));
+        store_as(out + stride, _mm_extract_epi32(x, 1));
+        store_as(out + 2 * stride, _mm_extract_epi32(x, 2));
+        store_as(out + 3 * stride, _mm_extract_epi32(x, 3));
     }
 
     // Not hadd, which takes two shuffles: blends bring together what one shuffle can.
-    static __m256i sum8(const vi* a) {
-        __m256i b[4], c[2];
+    template <class V>
+    static V sum8(const V* a) {
+        V b[4], c[2];
         _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
             __m256i x = (__m256i)a[2 * i], y = (__m256i)a[2 * i + 1];
-            b[i] = _mm256_add_epi32(_mm256_blend_epi32(x, y, 0xAA),
-                                    _mm256_shuffle_epi32(_mm256_blend_epi32(y, x, 0xAA), 0xB1));
+            b[i] = (V)_mm256_blend_epi32(x, y, 0xAA) +
+                   (V)_mm256_shuffle_epi32(_mm256_blend_epi32(y, x, 0xAA), 0xB1);
         }
-        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
-            c[i] = _mm256_add_epi32(_mm256_blend_epi32(b[2 * i], b[2 * i + 1], 0xCC),
-                                    _mm256_shuffle_epi32(_mm256_blend_epi32(b[2 * i + 1], b[2 * i], 0xCC), 0x4E));
-        return _mm256_add_epi32(_mm256_permute2x128_si256(c[0], c[1], 0x21), _mm256_blend_epi32(c[0], c[1], 0xF0));
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+            __m256i x = (__m256i)b[2 * i], y = (__m256i)b[2 * i + 1];
+            c[i] = (V)_mm256_blend_epi32(x, y, 0xCC) +
+                   (V)_mm256_shuffle_epi32(_mm256_blend_epi32(y, x, 0xCC), 0x4E);
+        }
+        __m256i x = (__m256i)c[0], y = (__m256i)c[1];
+        return (V)_mm256_permute2x128_si256(x, y, 0x21) + (V)_mm256_blend_epi32(x, y, 0xF0);
     }
 };
 
