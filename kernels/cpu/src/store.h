@@ -69,7 +69,6 @@ inline double choose(const float* rotated, float norm, int64_t dim, const float*
     int count = 1 << bits;
     float bounds[16];
     for (int i = 0; i + 1 < count; i++) bounds[i] = (centroids[i + 1] + centroids[i]) / 2;
-    double total = 0;
     int64_t i = 0;
     for (; i + W <= dim; i += W) {
         vf unit = loadf(rotated + i) / norm;
@@ -82,19 +81,22 @@ inline double choose(const float* rotated, float norm, int64_t dim, const float*
         for (int j = 0; j + 1 < count; j++) code += rotated[i] / norm > bounds[j];
         codes[i] = uint8_t(code);
     }
-    for (i = 0; i < dim; i++) total += double(centroids[codes[i]]) * double(centroids[codes[i]]);
-    return total;
+    double parts[4] = {};  // a sum of its own for each, or every addition would wait for the one before
+    for (i = 0; i < dim; i++) parts[i % 4] += double(centroids[codes[i]]) * double(centroids[codes[i]]);
+    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
+// Eight codes are `bits` bytes: gaps between neighbours close in pairs, then in fours, then in eights.
 inline void pack(const uint8_t* codes, int64_t dim, int bits, uint8_t* out) {
-    uint64_t word = 0;
-    int filled = 0;
-    for (int64_t i = 0; i < dim; i++) {
-        word |= uint64_t(codes[i]) << filled;
-        filled += bits;
-        for (; filled >= 8; filled -= 8, word >>= 8) *out++ = uint8_t(word);
+    const uint64_t two = (uint64_t(1) << 2 * bits) - 1, four = (uint64_t(1) << 4 * bits) - 1;
+    const uint64_t pairs = two * 0x0001000100010001u, fours = four * 0x0000000100000001u;
+    for (int64_t i = 0; i < dim; i += 8, out += bits) {
+        uint64_t x = load_as<uint64_t>(codes + i);
+        x = (x | x >> (8 - bits)) & pairs;
+        x = (x | x >> (16 - 2 * bits)) & fours;
+        x |= x >> (32 - 4 * bits);
+        for (int j = 0; j < bits; j++) out[j] = uint8_t(x >> 8 * j);
     }
-    if (filled) *out = uint8_t(word);
 }
 
 // One vector to its codes and fp16 scale (bits).
