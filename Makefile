@@ -6,10 +6,10 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu test-sanitize bench lint format clean kernels-aot
+.PHONY: help setup demo test test-full test-engine test-vllm033 soak test-gpu test-sanitize bench lint format clean kernels-aot
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 
 setup: ## make the environment
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here: install Python 3.11 or later, or name one with PYTHON=" >&2; exit 1; }
@@ -25,6 +25,18 @@ test: setup ## run the tests (fetches the demo model, which some of them serve)
 test-full: setup ## run the tests with the whole product of the Triton kernels' cases (an hour or more)
 	$(BIN)/python -m turboquant.demo.model
 	TURBOQUANT_FULL_TESTS=1 $(BIN)/python -m pytest -m "not gpu" tests $(ARGS)
+
+test-engine: setup ## run the feature matrix on real engines and write docs/compatibility.md (an hour)
+	$(BIN)/python -m turboquant.demo.model
+	@status=0; TURBOQUANT_ENGINE_TESTS=1 $(BIN)/python -m pytest -m "matrix and not gpu" tests --matrix out/matrix.json $(ARGS) || status=$$?; \
+	$(BIN)/python scripts/compatibility.py out/matrix.json && exit $$status
+
+test-vllm033: setup ## run the 0.33 hooks against the real vLLM 0.33.0 (downloads its wheel without what it depends on)
+	$(BIN)/python scripts/unpack_vllm.py 0.33.0 out/vllm-0.33.0
+	TURBOQUANT_VLLM033=$(CURDIR)/out/vllm-0.33.0 $(BIN)/python -m pytest tests/test_vllm033.py $(ARGS)
+
+soak: setup ## random traffic against a real server, checked against a fresh engine: make soak ARGS="--minutes 20"
+	PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
 
 test-gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "error: these tests need a CUDA device, and torch sees none" >&2; exit 1; }

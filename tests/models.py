@@ -9,6 +9,7 @@ Nothing here needs a tokenizer: feed token ids below `VOCAB`.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -146,6 +147,15 @@ def qwen35_moe_config(**changes) -> Qwen3_5MoeTextConfig:
 
 def save_llama(path: Path | str, **changes) -> Path:
     return _save(build(LlamaForCausalLM, llama_config(**changes)), path)
+
+
+def save_worded_llama(path: Path | str, demo_model_dir: Path) -> Path:
+    """A small random Llama with the demo model's tokenizer, so that it reads text."""
+    folder = save_llama(path, vocab_size=49152)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (demo_model_dir / name).is_file():
+            shutil.copy(demo_model_dir / name, folder)
+    return folder
 
 
 def save_qwen2_with_key_bias(path: Path | str, **changes) -> Path:

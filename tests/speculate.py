@@ -1,8 +1,9 @@
 """Run by test_vllm_speculation.py in a process of its own: vLLM cannot start another engine after speculation.
 
-    PYTHONPATH=tests python -m speculate MODEL KV_CACHE_DTYPE WINDOW
+    PYTHONPATH=tests python -m speculate MODEL KV_CACHE_DTYPE WINDOW SPECULATIVE_CONFIG [ENGINE_SETTINGS]
 
-Prints one JSON object: greedy answers with n-gram speculation, drafts proposed and accepted, and what the oracle saw.
+Both configurations are JSON. Prints one JSON object: greedy answers with speculation, drafts proposed and accepted, and
+what the oracle saw.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ def prompts() -> list[list[int]]:
     return [[0, *([2 + i * 7 + j for j in range(period)] * (140 // period))] for i, period in enumerate(PERIODS)]
 
 
-def main(model: str, fmt: str, window: int) -> None:
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def main(model: str, fmt: str, window: str, speculation: str, settings: str = "{}") -> None:
     with pytest.MonkeyPatch.context() as patch:
         oracle = Oracle(patch)
         with engine(
-            model, fmt, skip_tokenizer_init=True, speculative_config=speculation, disable_log_stats=False,
-            additional_config={"turboquant": {"window": window, "prefill_reads": "packed"}},
+            model, fmt, skip_tokenizer_init=True, speculative_config=json.loads(speculation), disable_log_stats=False,
+            additional_config={"turboquant": {"window": int(window), "prefill_reads": "packed"}},
+            **json.loads(settings),
         ) as llm:  # fmt: skip
             oracle.watch_blocks(llm)
-            answers = [tokens for tokens, _ in greedy(llm, prompts(), MAX_TOKENS)]
+            answers = greedy(llm, prompts(), MAX_TOKENS)
             assert_nothing_leaked(llm)
             counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     print(json.dumps({
@@ -43,4 +44,4 @@ def main(model: str, fmt: str, window: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(*sys.argv[1:])

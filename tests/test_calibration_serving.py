@@ -32,6 +32,7 @@ def calibrate(model_dir, folder) -> Artifact:
     return Artifact.load(folder)
 
 
+@pytest.mark.matrix(feature="calibrated", shape="{shape}")
 @pytest.mark.parametrize("shape", ["llama_dir", "qwen2_dir", "worded_llama_dir"])
 def test_both_paths_give_the_same_tokens(request, tmp_path, monkeypatch, shape):
     model_dir = request.getfixturevalue(shape)
@@ -43,6 +44,7 @@ def test_both_paths_give_the_same_tokens(request, tmp_path, monkeypatch, shape):
     assert_same_answers(ours, through_transformers(model_dir, prompts, 12))
 
 
+@pytest.mark.matrix(feature="calibrated", shape="{shape}")
 @pytest.mark.parametrize("shape", ["qwen35_moe_dir", "gemma3_dir"])
 def test_other_shapes_calibrate_and_serve(request, tmp_path, shape):
     """A hybrid (layers by their index in the model), and sliding beside global layers of one KV head."""
@@ -103,6 +105,7 @@ def foreign(folder) -> None:
     (folder / JSON_NAME).write_text(text.replace('"hidden_size": 128', '"hidden_size": 256'))
 
 
+@pytest.mark.matrix(feature="a calibration that is {spoil.__name__}", shape="llama", verdict="refused")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [(damaged, "is damaged"), (stale, "transform"), (foreign, "another model.*256 there, 128 here")],
@@ -121,6 +124,7 @@ def test_an_artifact_that_does_not_fit_never_serves(llama_dir, tmp_path, spoil, 
         pass
 
 
+@pytest.mark.matrix(feature="a calibration of another rotary scaling", shape="llama", verdict="refused")
 def test_another_rotary_scaling_never_serves(llama_dir, tmp_path):
     calibrate(llama_dir, tmp_path)
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}

@@ -37,6 +37,7 @@ def test_they_are_the_default_on_cpus(monkeypatch):
     assert implementation(torch.device("cpu")).__name__ == "turboquant.kernels.cpu"
 
 
+@pytest.mark.matrix(feature="C++ kernels: chunks, batches, prefix caching; {fmt}", shape="{model}")
 @pytest.mark.parametrize("fmt", ["turboquant2.5", "turboquant3.5", "turboquant4"])
 @pytest.mark.parametrize("model", ["llama_dir", "qwen2_dir"])
 def test_the_answers_of_the_reference(request, monkeypatch, model, fmt):
@@ -56,6 +57,7 @@ def test_the_answers_of_the_reference(request, monkeypatch, model, fmt):
     assert sum(a[0] == b[0] for a, b in zip(ours, expected, strict=True)) >= len(LENGTHS) - 1
 
 
+@pytest.mark.matrix(feature="C++ kernels", shape="qwen3.5 MoE hybrid (GDN + attention)")
 def test_a_hybrid(qwen35_moe_dir, monkeypatch):
     monkeypatch.setenv(FORCE_ENV, "cpu")
     ours = answers(qwen35_moe_dir, "turboquant3.5", dtype="bfloat16")

@@ -52,6 +52,7 @@ def tokens_that_fit(slot_bytes: int) -> float:
     return POOL_BYTES / (SMOL_LAYERS * SMOL_KV_HEADS * slot_bytes)
 
 
+@pytest.mark.matrix(feature="`LLM`: answers as in Transformers, the pool by the formula", shape="SmolLM2-135M")
 def test_pool_and_answers_on_the_demo_model(demo_model_dir, one_thread):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
     prompts = [tokenizer(text).input_ids for text in TEXTS]
@@ -79,6 +80,7 @@ def test_pool_of_the_uncompressed_cache(demo_model_dir):
     assert 0 <= tokens_that_fit(2 * SMOL_HEAD_DIM * 4) - tokens < block_size
 
 
+@pytest.mark.matrix(feature="preset {fmt}", shape="llama")
 @pytest.mark.parametrize("fmt", [*PRESETS, "turboquant35"])
 def test_every_preset_serves_and_agrees_with_transformers(llama_dir, fmt):
     prompts = random_prompts(1, 6, 41, 130, 200, 7, 33, 64)
@@ -87,6 +89,8 @@ def test_every_preset_serves_and_agrees_with_transformers(llama_dir, fmt):
     assert_same_answers(ours, through_transformers(llama_dir, prompts, 12, fmt))
 
 
+@pytest.mark.matrix(feature="chunked prefill", shape="llama")
+@pytest.mark.matrix(feature="prefix caching", shape="llama")
 def test_chunked_prefill_and_prefix_hits_change_nothing(llama_dir):
     prompts = random_prompts(200, 300)
     shared = [prompts[1][:256] + tail for tail in ([5, 6, 7], [8, 9])]
@@ -119,6 +123,8 @@ def test_exact_prefill_is_closer_to_the_exact_cache(llama_dir):
     assert logprobs["packed"] != pytest.approx(logprobs["exact"], abs=1e-2)
 
 
+@pytest.mark.matrix(feature="K bias", shape="qwen2")
+@pytest.mark.matrix(feature="K bias with key_mean=none", shape="qwen2", verdict="refused")
 def test_key_bias_is_the_mean_and_cannot_be_forgone(qwen2_dir):
     prompts = random_prompts(6, 41, 200)
     with engine(qwen2_dir, "turboquant3.5", additional_config=ALL_PACKED, skip_tokenizer_init=True) as llm:
@@ -136,6 +142,7 @@ def test_key_bias_is_the_mean_and_cannot_be_forgone(qwen2_dir):
         pass
 
 
+@pytest.mark.matrix(feature="attention", shape="qwen3.5 MoE hybrid (GDN + attention)")
 def test_hybrid_of_gated_delta_net_and_attention(qwen35_moe_dir):
     """Qwen3.5's shape: 3 linear-attention layers to 1 of attention, head_dim 256, 2 KV heads, GQA 8, experts."""
     prompts = random_prompts(41, 201, 150)

@@ -18,6 +18,7 @@ from turboquant.vllm.metadata import token_positions  # noqa: E402
 from turboquant.vllm.options import Options  # noqa: E402
 
 
+@pytest.mark.matrix(feature="vLLM {version}", shape="any", verdict="refused")
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_named(version):
     with pytest.raises(plugin.UnsupportedVllmError, match=rf"vLLM {version} .*0\.32\.x, 0\.33\.x"):
@@ -47,6 +48,7 @@ def test_every_name_is_a_cache_dtype_after_registering_twice():
         CacheConfig(cache_dtype="turboquant3.6")
 
 
+@pytest.mark.matrix(feature="command line of {module}", shape="any")
 @pytest.mark.parametrize("module", ["vllm.benchmarks.latency", "vllm.benchmarks.startup"])
 def test_parsers_built_before_general_plugins_accept_the_names(module):
     code = f"""
@@ -64,6 +66,7 @@ def selector_config(**asked) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_dtype="turboquant3.5", head_size=64, attn_type="decoder", **asked)
 
 
+@pytest.mark.matrix(feature="attention with {field}", shape="any", verdict="refused")
 @pytest.mark.parametrize("field", routing.UNSUPPORTED)
 def test_unsupported_attention_is_refused_by_name(field):
     with pytest.raises(NotImplementedError) as error:
@@ -80,6 +83,7 @@ def test_a_layer_under_construction_is_named():
         Asking(prefix="model.layers.3.self_attn")
 
 
+@pytest.mark.matrix(feature="{attn_type} attention", shape="any", verdict="refused")
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])
 def test_encoders_are_refused(attn_type):
     config = selector_config()

@@ -50,6 +50,7 @@ def answers(model_dir, fmt: str, window: int | None, max_tokens: int = 16, oracl
     return ours
 
 
+@pytest.mark.matrix(feature="exact window: {pressure}", shape="llama")
 @pytest.mark.parametrize("pressure", PRESSURE)
 def test_the_engine_reads_what_transformers_reads(llama_dir, monkeypatch, expected, pressure):
     oracle = Oracle(monkeypatch, corrupt=pressure == "plain")
@@ -62,6 +63,7 @@ def test_the_engine_reads_what_transformers_reads(llama_dir, monkeypatch, expect
         assert oracle.moved_by_packed < 1e-5 < 0.01 < oracle.moved_by_window
 
 
+@pytest.mark.matrix(feature="exact window", shape="qwen2")
 def test_a_key_bias_under_the_window(qwen2_dir):
     ours = answers(qwen2_dir, FMT, WINDOW)
     theirs = through_transformers(qwen2_dir, random_prompts(*LENGTHS), 16, FMT, window=WINDOW)
@@ -75,6 +77,7 @@ def test_a_window_over_everything_is_the_uncompressed_engine(llama_dir):
         assert logprobs == pytest.approx(exact_logprobs, abs=1e-3)
 
 
+@pytest.mark.matrix(feature="exact window: prefix hits, beside longer fresh prompts and in chunks", shape="llama")
 def test_prefix_hits_are_rebuilt(llama_dir, monkeypatch):
     """After a hit the last tokens are computed again and the first ones found: near to the first answer.
 
@@ -113,6 +116,7 @@ def moved(some: list, others: list) -> float:
     return sum(abs(a[1][0] - b[1][0]) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.matrix(feature="aborts in every phase", shape="llama")
 def test_aborted_requests_leave_nothing_behind(llama_dir, monkeypatch):
     """Requests are aborted in every phase, and others take over their blocks."""
     oracle = Oracle(monkeypatch)
@@ -165,6 +169,7 @@ def test_a_window_does_not_push_prefixes_out_of_the_cache(llama_dir):
     assert found[WINDOW] >= 0.9 * found[0]
 
 
+@pytest.mark.matrix(feature="exact window: the pool is the formula", shape="llama, head_dim 128")
 def test_the_pool_is_the_arithmetic(tmp_path):
     """At head_dim 128, in blocks of 160, against bf16: within one page of what `CacheLayout` says."""
     shape = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "max_position_embeddings": 32768}
@@ -182,6 +187,7 @@ def test_the_pool_is_the_arithmetic(tmp_path):
         assert tokens["turboquant3.5"] / tokens["auto"] >= least
 
 
+@pytest.mark.matrix(feature="exact window", shape="qwen3.5 MoE hybrid (GDN + attention)")
 def test_a_hybrid_holds_a_window(qwen35_moe_dir, monkeypatch):
     oracle = Oracle(monkeypatch)
     prompts = random_prompts(41, 201, 150)
@@ -198,6 +204,7 @@ def test_a_hybrid_holds_a_window(qwen35_moe_dir, monkeypatch):
     assert oracle.reads > 100
 
 
+@pytest.mark.matrix(feature="hybrid KV cache manager off (no window, which the log says)", shape="llama")
 def test_without_the_hybrid_manager_there_is_no_window(llama_dir):
     off = answers(llama_dir, FMT, WINDOW, disable_hybrid_kv_cache_manager=True)
     none = answers(llama_dir, FMT, 0)

@@ -26,6 +26,7 @@ from turboquant.vllm.key_mean import layer_key_mean, load_artifact
 from turboquant.vllm.metadata import PagesBackend, TurboQuantMetadata
 from turboquant.vllm.options import Options
 from turboquant.vllm.routing import enum_name
+from turboquant.vllm.skipping import fill_pages
 from turboquant.vllm.window import WindowCache
 
 logger = init_logger("vllm.turboquant")
@@ -139,6 +140,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         mean, rope, source = layer_key_mean(layer, self.model_config.hf_text_config, self.options.key_mean, artifact)
         self.params = make_params(self.fmt, self.head_size, key_mean=mean, rope=rope, device=self.device)
         prepare(self.params)
+        fill_pages(layer.layer, self.fmt, act_dtype)
         if self.options.window and not self.is_draft:
             self.window = WindowCache(layer.layer, self.fmt, act_dtype, self.options.window)
             self.ownership.static_forward_context[self.window.layer_name] = self.window

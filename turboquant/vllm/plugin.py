@@ -64,10 +64,14 @@ def register() -> None:
     """
     register_names()
     if _registered:
+        from turboquant.vllm.draft import guard_groups
+        from turboquant.vllm.summary import log_when_sized
         from turboquant.vllm.weights import leave_out_artifacts
         from turboquant.vllm.window_manager import register_window
 
         register_window()
+        guard_groups()
+        log_when_sized()
         leave_out_artifacts()
 
 

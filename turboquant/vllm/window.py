@@ -17,7 +17,9 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from turboquant.formats import KVFormat
+from turboquant.vllm.draft import leaves_room_for_windows
 from turboquant.vllm.metadata import PagesBackend
+from turboquant.vllm.skipping import packed_block_size
 from turboquant.vllm.window_manager import WindowSpec
 from turboquant.window import COST_LENGTHS, CacheLayout
 
@@ -57,19 +59,24 @@ class WindowCache(torch.nn.Module, AttentionLayerBase):
         self.layer_name = layer.layer_name + SUFFIX
         self.num_kv_heads, self.head_size = layer.num_kv_heads, layer.head_size
         self.fmt, self.dtype, self.size = fmt, dtype, size
-        self.kv_cache = torch.tensor([])
+        self.kv_cache: torch.Tensor | None = None  # until it is bound; connectors leave out layers without one
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return WindowBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        reason = None
         if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+            reason = "vLLM's hybrid KV cache manager is off"
+        elif not leaves_room_for_windows(vllm_config):
+            reason = "vLLM serves draft models from the first KV cache group, where this one does not fit with windows"
+        if reason:
             logger.warning_once(
-                "TurboQuant: no exact window, because vLLM's hybrid KV cache manager is off. Every token is read from "
-                "packed pages (measured on SmolLM2-135M: KL .083 in place of .006)."
-            )
+                "TurboQuant: no exact window, because %s. Every token is read from packed pages (measured on "
+                "SmolLM2-135M: KL .083 in place of .006).", reason,
+            )  # fmt: skip
             return None
-        layout = self.layout(vllm_config.cache_config.block_size)
+        layout = self.layout(packed_block_size(vllm_config, self.fmt, self.head_size, self.dtype))
         block_size = layout.window_block_size()
         _log_cost(layout, block_size)
         return WindowSpec(
