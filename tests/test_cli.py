@@ -76,9 +76,12 @@ def test_eval_of_an_unknown_format(llama_dir):
 
 
 def test_eval_of_an_unknown_task(llama_dir):
-    result = run("eval", "--model", llama_dir, "--kv-cache-dtype", "turboquant4", "--tasks", "mmlu")
+    from turboquant.evals.tasks import TASKS
+
+    result = run("eval", "--model", llama_dir, "--kv-cache-dtype", "turboquant4", "--tasks", "divergance")
     assert result.exit_code == 2
-    assert "divergence" in result.output
+    told = " ".join(result.output.replace("│", " ").split())
+    assert f"'divergance' is not a task; allowed: {', '.join(TASKS)}, ruler_offline" in told
 
 
 def test_the_window_is_closer_on_the_demo_model(demo_model_dir, one_thread):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,7 +14,8 @@ from typing import Literal
 
 import torch
 
-from turboquant._origin import check_origin
+import turboquant
+from turboquant._origin import PACKAGE, check_origin
 from turboquant.environment import DISTRIBUTIONS, installed_version
 from turboquant.formats import PRESETS
 
@@ -43,7 +45,7 @@ def examine(model: Path | None = None) -> list[Finding]:
     Args:
         model: folder of a model whose calibration artifact is checked, too.
     """
-    checks: list[Callable[[], Iterator[Finding]]] = [_package, _vllm, _vllm_command, _entry_points, _kernels, _device]
+    checks = (_package, _shadows, _vllm, _vllm_command, _entry_points, _kernels, _device)
     findings = [finding for check in checks for finding in _guarded(check)]
     if model is not None:
         findings += _guarded(lambda: _artifact(model))
@@ -67,6 +69,21 @@ def _package() -> Iterator[Finding]:
         return
     versions = {name: version for name in DISTRIBUTIONS if (version := installed_version(name))}
     yield Finding("package", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def _shadows() -> Iterator[Finding]:
+    """Another package of our name, where Python looks or would look."""
+    ours = Path(turboquant.__file__).parent.resolve()
+    for place in dict.fromkeys([Path.cwd(), *(Path(entry or ".").resolve() for entry in sys.path)]):
+        other = place / PACKAGE
+        if not (other / "__init__.py").is_file() or other.resolve() == ours:
+            continue
+        # `python -m vllm...` puts the working directory in front, unless PYTHONSAFEPATH is set.
+        first = place == Path.cwd() and not sys.flags.safe_path
+        yield Finding(
+            "another turboquant", "problem" if first else "note", f"{other}; in use is {ours}",
+            "start servers in another folder, or set PYTHONSAFEPATH=1" if first else "remove it, or leave it unused",
+        )  # fmt: skip
 
 
 def _vllm() -> Iterator[Finding]:
@@ -125,10 +142,21 @@ def _kernels() -> Iterator[Finding]:
 
             forced += f", {selected()} of {', '.join(available())}"
         slow = name == "reference" and not forced
+        why = f", many times slower: {_why_no_library()}" if slow and device == "cpu" else ""
         yield Finding(
-            f"kernels for {device}", "problem" if slow else "ok", name + forced,
-            "build the CPU kernels: python -m turboquant.kernels.cpu.build" if slow and device == "cpu" else "",
+            f"kernels for {device}", "problem" if slow else "ok", name + forced + why,
+            "build the CPU kernels: python -m turboquant.kernels.cpu.build" if why else "",
         )  # fmt: skip
+
+
+def _why_no_library() -> str:
+    from turboquant.kernels.cpu.library import LibraryMissing, load
+
+    try:
+        load()
+    except LibraryMissing as error:
+        return str(error)
+    return "the library loads now; start again"
 
 
 def _device() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""`turboquant calibrate`, `merge` and `inspect`: K's mean from real text, once and offline."""
+"""`turboquant calibrate` and `merge`: K's mean from real text, once and offline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 OutputFolder = Annotated[
     Path | None,
@@ -83,57 +82,6 @@ def merge(
     except (ValueError, OSError) as error:
         raise _error(error) from error
     Console(stderr=True).print(f"Wrote {path}. {_gain(artifact)}", soft_wrap=True)
-
-
-def inspect(
-    artifact: Annotated[Path, typer.Argument(help="An artifact's folder, or one of its files.")],
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw gains and outliers by layer into this image file.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Show what an artifact was made from, what it gains in each layer, and where the outliers are."""
-    from turboquant.artifact import Artifact
-
-    try:
-        loaded = Artifact.load(artifact)
-        if plot:
-            from turboquant.calibration.plots import draw
-
-            draw(loaded, plot)
-    except (ValueError, OSError, ImportError) as error:
-        raise _error(error) from error
-    if json_output:
-        typer.echo(loaded.info.model_dump_json(indent=2))
-        return
-    console = Console()
-    info = loaded.info
-    console.print(f"{info.model} ({info.model_type}), {len(info.layers)} layers, presets {', '.join(info.presets)}")
-    for data in info.data:
-        console.print(f"{data.samples} samples, {data.tokens:,} tokens of {data.source}, seed {data.seed}")
-    console.print(_layers_table(loaded))
-    console.print("K energy left: E‖k − RoPE(μ)‖² / E‖k‖², mean of the KV heads; quantisation error is in proportion.")
-
-
-def _layers_table(artifact: Any) -> Table:
-    table = Table(title="By layer")
-    for heading in ("layer", "|μ|", "K energy left", "held out", "max |K| / rms", "max |V| / rms"):
-        table.add_column(heading, justify="right")
-    for index, layer in sorted(artifact.info.layers.items()):
-        norm = artifact.key_means[index].norm(dim=-1).mean().item()
-        ratios = [_peak(layer.key_max, layer.key_rms), _peak(layer.value_max, layer.value_rms)]
-        table.add_row(str(index), f"{norm:.3g}", _mean(layer.energy_left), _mean(layer.held_out_energy_left), *ratios)
-    return table
-
-
-def _mean(values: list[float] | None) -> str:
-    return "-" if values is None else f"{sum(values) / len(values):.3f}"
-
-
-def _peak(largest: list[float] | None, rms: list[float] | None) -> str:
-    if largest is None or rms is None:
-        return "-"
-    return f"{max(m / r if r else 0.0 for m, r in zip(largest, rms, strict=True)):.1f}"
 
 
 def _gain(artifact: Any) -> str:

@@ -7,11 +7,16 @@ from typing import Annotated
 import typer
 
 import turboquant
-from turboquant.cli.calibrate import calibrate, inspect, merge
+from turboquant.cli.calibrate import calibrate, merge
 from turboquant.cli.demo import demo
 from turboquant.cli.doctor import doctor
-from turboquant.cli.evaluate import evaluate, report
+from turboquant.cli.evaluate import evaluate
 from turboquant.cli.formats import formats
+from turboquant.cli.inspect import inspect
+from turboquant.cli.lm_eval import SETTINGS, lm_eval
+from turboquant.cli.plan import plan
+from turboquant.cli.report import report
+from turboquant.cli.simulate import simulate
 from turboquant.cli.theory import theory
 
 app = typer.Typer(
@@ -27,7 +32,10 @@ app.command()(demo)
 app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(report)
+app.command("lm-eval", context_settings=SETTINGS)(lm_eval)
 app.command()(formats)
+app.command()(plan)
+app.command()(simulate)
 app.command()(theory)
 
 
