@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turboquant.environment import installed_version
 from turboquant.evals.rivals import RIVALS, Rival
 from turboquant.formats import ALIASES, PRESETS, KVFormat
 from turboquant.window import FIRST_TOKENS, window_size
@@ -32,12 +33,13 @@ class Candidate:
                 names none has none.
 
         Raises:
-            ValueError: an unknown name or a wrong window.
+            ValueError: an unknown name, a wrong window, or a rival whose package is not installed.
         """
         name, at, own = text.strip().partition("@")
         if name in EXACT:
             return cls(None, 0)
         if name in RIVALS:
+            _check_installed(RIVALS[name])
             return cls(RIVALS[name], window_size(int(own)) if own.isdecimal() else _none_but(at, text))
         try:
             fmt = KVFormat.from_name(name)
@@ -68,6 +70,14 @@ class Candidate:
         """Of all that the next query reads of num_tokens: the exact ones come on top of the packed ones."""
         held = min(num_tokens, self.window - 1 + FIRST_TOKENS) if self.window else 0
         return self.bits_per_element(head_dim, exact_bytes) + 8 * exact_bytes * held / num_tokens
+
+
+def _check_installed(rival: Rival) -> None:
+    if rival.requires and installed_version(rival.requires) is None:
+        raise ValueError(
+            f"{rival.name} needs {rival.requires}, which is not installed: pip install {rival.requires}, or "
+            "'turboquant-toolkit[rivals]' for all such packages."
+        )
 
 
 def _none_but(at: str, text: str) -> int:

@@ -10,6 +10,7 @@ position, all at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from turboquant.evals.hf_rivals import rival_cache
 from turboquant.evals.results import interval
 from turboquant.evals.rivals import Rival
 from turboquant.evals.scores import compare, next_tokens, summary
+from turboquant.formats import BF16_BYTES
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,26 +36,30 @@ class Divergence:
     Attributes:
         kl_mean, kl_median, kl_p99, kl_max: of KL, in nats.
         top1: share of positions where both models have the same most likely token, 0 to 1.
+        top5: share of the exact model's five most likely tokens that are among the other's five, 0 to 1.
         delta_ppl: relative change of perplexity, 0.01 for one per cent more.
         bits_per_element: of the packed tokens, scales included, measured from the bytes that the cache holds.
         bits_per_element_with_window: of all that it holds at this context length: exact tokens in the model's dtype,
             too.
+        bits_at_16: the same with exact tokens of 16 bits an element, as models are served, whatever this one runs in.
         window: how many of the newest tokens were read exactly, the first few with them; 0 for none.
         kv_cache_dtype, num_tokens, context_length: what was measured.
         backend: "hf" for Transformers, "vllm" for the engine.
         simulated: K and V were quantised and dequantised in an exact cache, in place of being kept in this format.
         kl_interval: 95 % bootstrap interval of kl_mean; None for too few positions.
-        scores: float64 [4, n], see `scores.compare`.
+        scores: float64 [5, n], see `scores.compare`.
     """
 
     kl_mean: float
     kl_p99: float
     top1: float
+    top5: float
     delta_ppl: float
     bits_per_element: float
     kl_median: float
     kl_max: float
     bits_per_element_with_window: float
+    bits_at_16: float
     window: int
     kv_cache_dtype: str
     num_tokens: int
@@ -90,7 +96,7 @@ def divergence(
     Raises:
         ValueError: a model that cannot have such a cache.
     """
-    rows, bits = [], (0.0, 0.0)
+    rows, bits = [], (0.0, 0.0, 0.0)
     for done, context in enumerate(contexts):
         on_progress(done, len(contexts))
         scores, bits = _score_context(model, candidate, context[None], key_mean, position_offset)
@@ -103,6 +109,7 @@ def divergence(
         scores=scores,
         bits_per_element=bits[0],
         bits_per_element_with_window=bits[1],
+        bits_at_16=bits[2],
         window=candidate.window,
         kv_cache_dtype=candidate.name,
         num_tokens=contexts[:, score_from:].numel(),
@@ -144,23 +151,26 @@ def repeated(contexts: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _score_context(model: PreTrainedModel, candidate: Candidate, ids: torch.Tensor, key_mean: str, offset: int):
-    """Scores of one context [1, T] (`scores.compare`), and bits per element without and with the exact tokens."""
+    """Scores of one context [1, T] (`scores.compare`); bits per element packed, with exact tokens, with these at 16."""
     ids = ids.to(model.device)
     positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None]
     exact = model(input_ids=ids, position_ids=positions).logits[0]
     if candidate.cache is None:
         again = model(input_ids=ids, position_ids=positions).logits[0]
         bits = 8.0 * model.dtype.itemsize
-        return compare(exact, again, next_tokens(ids[0])), (bits, bits)
+        return compare(exact, again, next_tokens(ids[0])), (bits, bits, 8.0 * BF16_BYTES)
     with holding(model, candidate, key_mean) as session:
         packed = model(input_ids=ids, position_ids=positions).logits[0]
     elements = sum(layer.num_elements for layer in session.layers)
-    bits = (8 * session.packed_nbytes / elements, 8 * session.nbytes / elements)
+    at_16 = session.nbytes - session.exact_nbytes * (1 - BF16_BYTES / model.dtype.itemsize)
+    bits = tuple(8 * nbytes / elements for nbytes in (session.packed_nbytes, session.nbytes, at_16))
     return compare(exact, packed, next_tokens(ids[0])), bits
 
 
 def holding(model: PreTrainedModel, candidate: Candidate, key_mean: str = "auto"):
-    """A context manager in which the model keeps its cache as the candidate does; gives the session."""
+    """A context manager in which the model keeps its cache as the candidate does; gives the session, None if exact."""
+    if candidate.cache is None:
+        return nullcontext()
     if isinstance(candidate.cache, Rival):
         return rival_cache(model, candidate.cache, candidate.window)
     return turboquant_cache(model, candidate.cache, key_mean=key_mean, window=candidate.window)

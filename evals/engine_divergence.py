@@ -13,6 +13,7 @@ from turboquant.evals.candidates import Candidate
 from turboquant.evals.divergence import Divergence
 from turboquant.evals.scores import compare_states, next_tokens, summary
 from turboquant.evals.vllm_backend import Reader, engine, reading_back
+from turboquant.formats import BF16_BYTES
 
 EXACT = Candidate(None, 0)
 
@@ -41,11 +42,14 @@ def engine_divergence(
         (name of the text, figures) for every candidate and text.
 
     Raises:
-        ValueError: a rival with a window, which no engine serves: Transformers measures that.
+        ValueError: a rival with a window, or one that is no function of single tokens: Transformers measures these.
     """
     windowed = [c.label for c in candidates if c.simulated and c.window]
     if windowed:
         raise ValueError(f"{', '.join(windowed)}: vLLM gives a window to our formats only: use --backend hf for these.")
+    grouped = [c.label for c in candidates if c.simulated and not c.cache.by_token]
+    if grouped:
+        raise ValueError(f"{', '.join(grouped)}: the engine simulates token by token and all layers: use --backend hf.")
     head_dim = config_fingerprint(AutoConfig.from_pretrained(model_dir).get_text_config())["head_dim"]
     exact_bytes = getattr(torch, dtype).itemsize
     settings = {"dtype": dtype, "kv_cache_memory_bytes": kv_cache_memory_bytes}
@@ -68,6 +72,7 @@ def engine_divergence(
                     **summary(torch.cat(rows, dim=1)),
                     bits_per_element=candidate.bits_per_element(head_dim, exact_bytes),
                     bits_per_element_with_window=candidate.bits_with_window(head_dim, exact_bytes, length),
+                    bits_at_16=candidate.bits_with_window(head_dim, BF16_BYTES, length),
                     window=candidate.window,
                     kv_cache_dtype=candidate.name,
                     num_tokens=contexts.numel(),

@@ -7,15 +7,21 @@ from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from turboquant.cache import CacheSession, compressing
 from turboquant.cache_layer import TurboQuantLayer
+from turboquant.evals.hf_grouped import GroupedRivalLayer
 from turboquant.evals.rivals import Rival
-from turboquant.formats import PRESETS
-from turboquant.hf_model import compressed_modules
+from turboquant.formats import BF16_BYTES, PRESETS
+from turboquant.hf_model import compressed_modules, text_config
 from turboquant.hf_window import WindowedLayer
 from turboquant.kernels.interface import KVParams
 from turboquant.kv_quantizer import make_params
+
+# The layers at a model's ends that a rival leaves alone. They are part of it, so they count as in a 16-bit model.
+UNTOUCHED = Rival("16 bits", lambda x: x, lambda x: x, lambda dim: 2 * dim * BF16_BYTES, "as it is")
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 
 class _ReadBack:
@@ -79,19 +85,28 @@ class WindowedRivalLayer(_ReadBack, WindowedLayer):
 
 
 class RivalSession(CacheSession):
-    """As a `CacheSession`, with layers of a rival."""
+    """As a `CacheSession`, with layers of a rival; those in `untouched` are exact."""
 
-    def __init__(self, rival: Rival, params: dict[int, KVParams], window: int) -> None:
-        super().__init__(PRESETS["turboquant4"], params, window)
-        self.rival = rival
+    def __init__(self, rival: Rival, params: dict[int, KVParams], window: int, untouched: set[int]) -> None:
+        # Its own residual is a window, too: every query has another one.
+        super().__init__(PRESETS["turboquant4"], params, window or rival.residual)
+        self.rival, self.exact_window, self.untouched = rival, window, untouched
 
     @property
     def label(self) -> str:
-        return f"{self.rival.name} with a window of {self.window}"
+        return f"{self.rival.name} with a window of {self.exact_window}"
+
+    @property
+    def exact_nbytes(self) -> int:
+        return sum(getattr(x, "exact_nbytes", x.nbytes - x.packed_nbytes) for x in self.layers)
 
     def new_layer(self, index: int) -> TurboQuantLayer:
-        params = self.params[index]
-        return WindowedRivalLayer(params, self.rival, self.window) if self.window else RivalLayer(params, self.rival)
+        params, rival = self.params[index], self.rival
+        if index in self.untouched:
+            return RivalLayer(params, UNTOUCHED)
+        if rival.key_group > 1:
+            return GroupedRivalLayer(params, rival, self.exact_window)
+        return WindowedRivalLayer(params, rival, self.exact_window) if self.exact_window else RivalLayer(params, rival)
 
 
 @contextmanager
@@ -100,6 +115,16 @@ def rival_cache(model: PreTrainedModel, rival: Rival, window: int) -> Iterator[R
     # Which layers hold K and V is the same for all; their parameters are not used.
     fmt = PRESETS["turboquant4"]
     params = {i: make_params(fmt, module.head_dim) for i, module in compressed_modules(model).items()}
-    session = RivalSession(rival, params, window)
+    session = RivalSession(rival, params, window, boundary_layers(model, rival.boundary))
     with compressing(model, session):
         yield session
+
+
+def boundary_layers(model: PreTrainedModel, each: int) -> set[int]:
+    """Indices of the first and last `each` layers, as vLLM skips them for its own presets: none of a model with
+    recurrent layers, and never more than half on a side."""
+    types, _ = get_layer_types_and_kwargs(text_config(model))
+    each = min(each, len(types) // 2)
+    if RECURRENT & set(types):
+        return set()
+    return {*range(each), *range(len(types) - each, len(types))}

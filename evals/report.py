@@ -2,121 +2,101 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import base64
+import html
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from turboquant.evals.results import CONFIDENCE, Finished, Results, paired_p
+from turboquant.evals.plots import draw_layers, draw_needles, draw_pareto
+from turboquant.evals.report_rows import Group, groups_of
+from turboquant.evals.report_tables import conditions, divergence_tables, generic_table, layers_table, pairs_section
+from turboquant.evals.results import Results
+
+SUFFIXES = (".md", ".html")
+TITLE = "Compressed KV caches beside the exact one"
+STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
+th, td { border: 1px solid #ccc; padding: 2px 8px; text-align: left; white-space: nowrap; }
+img { max-width: 100%; }"""
 
 
-def write_report(folders: list[Path], page: Path) -> Path:
-    """Write a Markdown page and, beside it, its picture.
+def write_report(
+    folders: Sequence[Path], page: Path, pairs: Sequence[tuple[str, str]] = (), title: str = TITLE
+) -> Path:
+    """Write a page, .md with its pictures beside it or .html with all in one file.
+
+    Args:
+        folders: what `turboquant eval --output` wrote.
+        page: where to.
+        pairs: labels of caches; is the first better than the second?
+        title: of the page.
 
     Raises:
-        ValueError: no finished cell in these folders.
-        ImportError: matplotlib is not installed.
+        ValueError: another kind of page, no finished cell in these folders, or a pair that is not there.
+        ImportError: matplotlib or markdown-it-py is not installed.
     """
+    if page.suffix not in SUFFIXES:
+        raise ValueError(f"{page.name}: a page is written as {' or '.join(SUFFIXES)}.")
     cells = [cell for folder in folders for cell in Results(folder).all()]
     if not cells:
         raise ValueError(
             f"no finished results in {', '.join(map(str, folders))}: run `turboquant eval --output` first."
         )
-    groups = defaultdict(list)
-    for cell in cells:
-        groups[_what(cell)].append(cell)
-    picture = page.with_suffix(".png")
-    _draw(groups, picture)
-    lines = ["# Divergence from the exact cache", "", f"![Quality against bytes]({picture.name})", ""]
-    for what, members in sorted(groups.items()):
-        lines += [f"## {what}", "", *_table(members), ""]
-    lines += _conditions(cells)
+    groups = groups_of(cells)
+    tests = pairs_section(groups, pairs) if pairs else []
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(lines) + "\n")
+    body = [line for group in groups for line in (f"## {group.title}", "", *_section(group))]
+    with TemporaryDirectory() as scratch:
+        # A .html holds its pictures.
+        folder = page.parent if page.suffix == ".md" else Path(scratch)
+        pictures = [f"![{what}]({name})\n" for name, what in _draw(groups, folder, page.stem)]
+        text = "\n".join([f"# {title}\n", *pictures, *tests, *body, *conditions(cells), ""])
+        page.write_text(text if page.suffix == ".md" else _as_html(text, title, folder))
     return page
 
 
-def _what(cell: Finished) -> str:
-    """What is comparable: the same task on the same text, model and back end."""
-    config, settings = cell.config, cell.config["settings"]
-    backend = {"hf": "Transformers", "vllm": "the vLLM engine"}[config["backend"]]
-    shift = f", positions shifted by {settings['position_offset']:,}" if settings["position_offset"] else ""
-    text = f"{config['task']} on {Path(config['text']).name}, {settings['context_length']:,} tokens{shift}"
-    return f"{text}: {config['model']}, {backend}"
+def _section(group: Group) -> list[str]:
+    if group.task == "layers":
+        return [*generic_table(group), *layers_table(group)]
+    return divergence_tables(group) if group.is_divergence else generic_table(group)
 
 
-def _label(cell: Finished) -> str:
-    calibrated = cell.config["settings"]["calibration"] and not cell.metrics["simulated"]
-    notes = ["simulated"] * cell.metrics["simulated"] + ["calibrated"] * bool(calibrated)
-    return cell.config["cache"] + (f" ({', '.join(notes)})" if notes else "")
-
-
-def _table(cells: list[Finished]) -> list[str]:
-    """Rows by quality; p is of the hypothesis that a row is no better than the next one."""
-    cells = sorted(cells, key=lambda cell: cell.metrics["kl_mean"])
-    percent = f"{CONFIDENCE:.0%}".replace("%", " %")
-    head = (
-        "cache",
-        "bits per element",
-        "with window",
-        f"mean KL ({percent})",
-        "p99 KL",
-        "same top-1",
-        "perplexity",
-        "p",
+def _draw(groups: list[Group], folder: Path, stem: str) -> list[tuple[str, str]]:
+    """The pictures that these results allow: their names in the folder, and what they show."""
+    kinds = (
+        ("", "Quality against bytes", draw_pareto, [g for g in groups if g.is_divergence]),
+        ("-needles", "Needles found by length and depth", draw_needles, [g for g in groups if _has(g, "grid")]),
+        ("-layers", "What each layer costs", draw_layers, [g for g in groups if _has(g, "kl_by_layer")]),
     )
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for cell, behind in zip(cells, [*cells[1:], None], strict=True):
-        m = cell.metrics
-        p = "" if behind is None else f"{paired_p(cell.scores[0], behind.scores[0]):.2g}"
-        spread = "too few" if m["kl_interval"] is None else "{:.4f} to {:.4f}".format(*m["kl_interval"])
-        row = (
-            _label(cell), f"{m['bits_per_element']:.3f}",
-            f"{m['bits_per_element_with_window']:.3f}", f"{m['kl_mean']:.4f} ({spread})",
-            f"{m['kl_p99']:.3f}", f"{m['top1']:.1%}", f"{m['delta_ppl']:+.2%}", p,
-        )  # fmt: skip
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
+    pictures = []
+    for suffix, what, draw, chosen in kinds:
+        if chosen:
+            name = f"{stem}{suffix}.png"
+            draw(chosen, folder / name)
+            pictures.append((name, what))
+    return pictures
 
 
-def _conditions(cells: list[Finished]) -> list[str]:
-    """Where the figures come from."""
-    lines = [
-        "KL in nats to the same model with an exact cache, over all scored positions; intervals by bootstrap over "
-        "blocks of neighbouring positions; p by Wilcoxon's signed-rank test over the same blocks, each row against the "
-        "next. Bits per element, scales included. NAME@64: the newest 64 tokens and the first 4 exact. Simulated: "
-        "quantised and dequantised in an exact cache.",
-        "",
-        "| text | tokens, SHA-256 |",
-        "|---|---|",
-    ]
-    hashes = {(Path(c.config["text"]).name, c.config["settings"]["tokens_sha256"]) for c in cells}
-    lines += [f"| {name} | `{digest}` |" for name, digest in sorted(hashes)]
-    machines = {
-        f"{e['machine']} ({e['cpu_capability']}, {e['cpu_count']} cores, GPU: {e['gpu'] or 'none'}), "
-        f"Python {e['python']}, " + ", ".join(f"{name} {version}" for name, version in e["versions"].items())
-        for e in (cell.environment for cell in cells)
-    }
-    return [*lines, "", *(f"- {machine}" for machine in sorted(machines))]
+def _has(group: Group, name: str) -> bool:
+    return any(cell.metrics.get(name) for row in group.rows for cell in row.cells.values())
 
 
-def _draw(groups: dict[str, list[Finished]], path: Path) -> None:
+def _as_html(text: str, title: str, folder: Path) -> str:
+    """One file, pictures in it."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from markdown_it import MarkdownIt
     except ImportError as error:
-        raise ImportError("the report's picture needs matplotlib: pip install 'turboquant-toolkit[eval]'") from error
-    figure, axes = pyplot.subplots(
-        len(groups), 1, figsize=(8, 4.5 * len(groups)), squeeze=False, constrained_layout=True
+        raise ImportError("HTML pages need markdown-it-py: pip install markdown-it-py, or write a .md") from error
+    body = MarkdownIt("commonmark").enable("table").render(text)
+
+    def inline(match: re.Match) -> str:
+        data = base64.b64encode((folder / match[1]).read_bytes()).decode()
+        return f'src="data:image/png;base64,{data}"'
+
+    body = re.sub(r'src="([^"]+\.png)"', inline, body)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        f"<style>\n{STYLE}\n</style></head><body>\n{body}</body></html>\n"
     )
-    for (what, cells), axis in zip(sorted(groups.items()), axes[:, 0], strict=True):
-        for cell in cells:
-            m = cell.metrics
-            x, y = m["bits_per_element_with_window"], max(m["kl_mean"], 1e-9)
-            axis.plot(x, y, "s" if m["simulated"] else "o", color="tab:gray" if m["simulated"] else "tab:blue")
-            axis.annotate(_label(cell), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
-        axis.set(yscale="log", xlabel="bits per element, window included", ylabel="mean KL, nats", title=what)
-        axis.title.set_fontsize(8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

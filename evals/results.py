@@ -2,8 +2,10 @@
 
 FOLDER/<model>__<backend>__<task>__<text>__<cache>__<hash>/
     config.json         what was measured, in full; its hash ends the folder's name
-    metrics.json        figures with confidence intervals; written last
-    scores.safetensors  by position: KL, same top-1, exact and other NLL; float64 [4, n]
+    metrics.json        figures with confidence intervals, `task`, `primary` (the figure that stands for all of them),
+                        `higher_is_better`, `rows` (what the rows of the scores are) and `block`; written last
+    scores.safetensors  float64 [k, n], row 0 the primary score of each position or sample
+    samples.json        what was asked and answered, where a task has answers
     environment.json    machine and versions
 """
 
@@ -13,7 +15,8 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +58,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Finished:
-    """A cell that has been measured: its config, figures, and scores by position."""
+    """A cell that has been measured: its config, figures, scores by position or sample, and what was answered."""
 
     config: dict[str, Any]
     metrics: dict[str, Any]
     scores: torch.Tensor
     environment: dict[str, Any]
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Results:
@@ -73,13 +77,17 @@ class Results:
         """The cell, if it is finished."""
         return _load(self.folder / cell.folder)
 
-    def save(self, cell: Cell, metrics: dict[str, Any], scores: torch.Tensor) -> None:
+    def save(
+        self, cell: Cell, metrics: dict[str, Any], scores: torch.Tensor, samples: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Keep a finished cell."""
         folder = self.folder / cell.folder
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "config.json", {**asdict(cell), "settings": dict(cell.settings)})
         _write(folder / "environment.json", environment_report())
         save_file({"scores": scores.contiguous()}, folder / "scores.safetensors")
+        if samples:
+            _write(folder / "samples.json", list(samples))
         temporary = folder / "metrics.json.part"
         _write(temporary, metrics)
         os.replace(temporary, folder / "metrics.json")
@@ -90,26 +98,32 @@ class Results:
         return [cell for cell in found if cell is not None]
 
 
-def interval(values: torch.Tensor, seed: int = 0) -> tuple[float, float] | None:
+def interval(values: torch.Tensor, seed: int = 0, block: int = BLOCK) -> tuple[float, float] | None:
     """95 % bootstrap interval of the mean of values [n], in blocks of neighbours; None for fewer than two blocks."""
-    means = block_means(values)
+    means = block_means(values, block)
     if len(means) < 2:
         return None
+    if np.ptp(means) == 0:
+        return float(means[0]), float(means[0])
     result = bootstrap((means,), np.mean, confidence_level=CONFIDENCE, method="percentile", random_state=seed)
     return tuple(float(x) for x in result.confidence_interval)
 
 
-def paired_p(values: torch.Tensor, others: torch.Tensor) -> float:
-    """p of the hypothesis that values [n] are not smaller than others [n]: Wilcoxon's signed ranks of block means."""
-    mine, theirs = block_means(values), block_means(others)
+def paired_p(values: torch.Tensor, others: torch.Tensor, block: int = BLOCK) -> float:
+    """p of the hypothesis that values [n] are not smaller than others [n]: Wilcoxon's signed ranks of block means.
+
+    Args:
+        block: `Task.block` of the task: how many neighbouring scores are alike.
+    """
+    mine, theirs = block_means(values, block), block_means(others, block)
     if len(mine) < 2 or np.array_equal(mine, theirs):
         return 1.0
     return float(wilcoxon(mine, theirs, alternative="less").pvalue)
 
 
-def block_means(values: torch.Tensor) -> np.ndarray:
+def block_means(values: torch.Tensor, block: int = BLOCK) -> np.ndarray:
     """[n] to the means of consecutive blocks, the last one shorter."""
-    return np.array([block.mean().item() for block in values.double().split(BLOCK)])
+    return np.array([part.mean().item() for part in values.double().split(block)])
 
 
 def _load(folder: Path) -> Finished | None:
@@ -117,8 +131,10 @@ def _load(folder: Path) -> Finished | None:
         return None
     parts = (json.loads((folder / f"{name}.json").read_text()) for name in ("config", "metrics", "environment"))
     config, metrics, environment = parts
-    return Finished(config, metrics, load_file(folder / "scores.safetensors")["scores"], environment)
+    answers = folder / "samples.json"
+    samples = json.loads(answers.read_text()) if answers.is_file() else []
+    return Finished(config, metrics, load_file(folder / "scores.safetensors")["scores"], environment, samples)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

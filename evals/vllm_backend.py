@@ -1,7 +1,7 @@
-"""The vLLM engine as an instrument: the final hidden states of whole prompts, as its own cache makes them.
+"""The vLLM engine as a back end, in this process, one prompt at a time, every prompt in chunks.
 
-The engine runs in this process, one prompt at a time, every prompt in chunks. With `prefill_reads="packed"` each query
-reads what a decode step at its position would read.
+Formats of ours are served with `prefill_reads="packed"`: each query reads what a decode step at its position would
+read. Rivals are simulated in an engine with an exact cache.
 """
 
 from __future__ import annotations
@@ -13,10 +13,129 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
+from turboquant.artifact import config_fingerprint
+from turboquant.evals.candidates import Candidate
 from turboquant.evals.rivals import Rival
+from turboquant.evals.serving import Scored
+from turboquant.formats import BF16_BYTES
 
 CHUNK = 1024
+POOL_BYTES = 1 << 30
+
+
+class VllmBackend:
+    """The engine on one cache after the other.
+
+    Args:
+        model: folder.
+        dtype: the model's.
+        key_mean: the engine's option of this name.
+        max_length: tokens that the model can read.
+        kv_cache_memory_bytes: pool of each engine.
+        skip_tokenizer_init: for models without a tokenizer, which cannot stop at a text.
+    """
+
+    name = "vllm"
+    has_states = True
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        dtype: str = "float32",
+        key_mean: str = "auto",
+        max_length: int = 0,
+        kv_cache_memory_bytes: int = POOL_BYTES,
+        skip_tokenizer_init: bool = False,
+    ) -> None:
+        self._model, self._dtype, self._key_mean = model, dtype, key_mean
+        self.max_length = max_length
+        self._engine = {
+            "dtype": dtype, "kv_cache_memory_bytes": kv_cache_memory_bytes, "skip_tokenizer_init": skip_tokenizer_init,
+        }  # fmt: skip
+        self.settings: dict[str, Any] = {"dtype": dtype, "key_mean": key_mean, "position_offset": 0}
+
+    def check(self, candidates: list[Candidate]) -> None:
+        windowed = [c.label for c in candidates if c.simulated and c.window]
+        if windowed:
+            raise ValueError(
+                f"{', '.join(windowed)}: vLLM gives a window to our formats only: use --backend hf for these."
+            )
+        grouped = [c.label for c in candidates if c.simulated and not c.cache.by_token]
+        if grouped:
+            raise ValueError(
+                f"{', '.join(grouped)}: the engine simulates token by token and all layers: use --backend hf."
+            )
+
+    def has(self, candidate: Candidate) -> bool:
+        return True
+
+    @contextmanager
+    def serve(self, candidate: Candidate, max_tokens: int) -> Iterator[VllmServed]:
+        ours = candidate.cache is not None and not candidate.simulated
+        options = {"window": candidate.window, "prefill_reads": "packed", "key_mean": self._key_mean}
+        with (
+            reading_back(candidate.cache if candidate.simulated else None),
+            engine(
+                self._model, candidate.name if ours else "auto", max_model_len=max_tokens + 1,
+                additional_config={"turboquant": options} if ours else {}, **self._engine,
+            ) as llm,
+        ):  # fmt: skip
+            yield VllmServed(llm, candidate, self._model, self._dtype)
+
+
+class VllmServed:
+    """An engine that runs; see `serving.Served` for the methods."""
+
+    def __init__(self, llm: Any, candidate: Candidate, model: Path, dtype: str) -> None:
+        self._llm, self.candidate = llm, candidate
+        self._reader = Reader(llm)
+        self._head_dim = config_fingerprint(AutoConfig.from_pretrained(model).get_text_config())["head_dim"]
+        self._exact_bytes = getattr(torch, dtype).itemsize
+
+    def hold(self, prefix: list[int]) -> None:
+        """Nothing: vLLM reads a prompt anew where it is asked for a prompt's log-probabilities."""
+
+    def score(self, prompt: list[int], continuation: list[int]) -> Scored:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        (output,) = self._llm.generate(
+            [{"prompt_token_ids": [*prompt, *continuation]}], params, use_tqdm=False
+        )  # fmt: skip
+        at = list(zip(continuation, output.prompt_logprobs[len(prompt) :], strict=True))
+        return Scored(
+            torch.tensor([found[token].logprob for token, found in at], dtype=torch.float64),
+            torch.tensor([next(i for i, entry in found.items() if entry.rank == 1) for _, found in at]),
+        )
+
+    def generate(
+        self, prompt: list[int], max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False
+    ) -> list[int]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, stop=list(stop) or None, detokenize=bool(stop)
+        )
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of all positions but the last: [T - 1, hidden]."""
+        return self._reader.states(ids)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._reader.logits(states)
+
+    def bits(self, num_tokens: int) -> dict[str, float]:
+        of = self.candidate
+        return {
+            "bits_per_element": of.bits_per_element(self._head_dim, self._exact_bytes),
+            "bits_per_element_with_window": of.bits_with_window(self._head_dim, self._exact_bytes, num_tokens),
+            "bits_at_16": of.bits_with_window(self._head_dim, BF16_BYTES, num_tokens),
+        }
 
 
 @contextmanager
@@ -41,7 +160,7 @@ def engine(model_dir: Path | str, kv_cache_dtype: str, *, dtype: str, max_model_
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return running(
         model_dir, kv_cache_dtype=kv_cache_dtype, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1,
-        max_num_batched_tokens=CHUNK, enable_prefix_caching=False, skip_tokenizer_init=True,
+        max_num_batched_tokens=CHUNK, enable_prefix_caching=False,
         distributed_executor_backend="uni", disable_log_stats=True, enforce_eager=True, **settings,
     )  # fmt: skip
 

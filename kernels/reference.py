@@ -1,4 +1,4 @@
-"""The specification: store_kv, store_window and attend in plain torch, float32 throughout. The coding itself is `coding.py`.
+"""The specification: store_kv, store_window and attend in plain torch, float32 throughout. The coding: `coding.py`.
 
 Attend takes one sequence at a time and works in the rotated frame:
 

@@ -1,7 +1,7 @@
 """The documentation: its commands are run as they stand, its links lead somewhere.
 
-A fenced block of commands says in its info string what it is: `sh runnable` and `python runnable` are run, in order, in one
-empty folder a document, with MODEL set to the demo model's; `sh served` is a server that runs beside what follows it;
+A fenced block of commands says in its info string what it is: `sh runnable` and `python runnable` are run, in order, in
+one empty folder a document, with MODEL set to the demo model's; `sh served` is a server that runs beside what follows;
 `sh setup` and `sh gpu` need what a test does not have.
 """
 

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from kernel_cases import CASES, HALF, READS, Case, build, store
-from test_kernels_window import CASES as WINDOW_CASES
 from test_kernels_store_window import WINDOW_STORES, check_store_window
+from test_kernels_window import CASES as WINDOW_CASES
 from test_kernels_window import STRICT, window_of
 from triton_cases import FULL_ENV, RATIOS, error_ratio, moderate, product, sampled, through
 

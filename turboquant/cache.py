@@ -66,6 +66,11 @@ class CacheSession:
         return sum(layer.packed_nbytes for layer in self.layers)
 
     @property
+    def exact_nbytes(self) -> int:
+        """Those of the exact ones alone."""
+        return self.nbytes - self.packed_nbytes
+
+    @property
     def layers(self) -> list[TurboQuantLayer]:
         """The compressed layers of the last cache."""
         return [] if self.cache is None else [x for x in self.cache.layers if isinstance(x, TurboQuantLayer)]

