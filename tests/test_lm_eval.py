@@ -19,7 +19,7 @@ from turboquant.evals.candidates import Candidate
 from turboquant.evals.hf_backend import HFBackend
 from turboquant.evals.lm_eval_model import ServedLM, TurboQuantLM
 from turboquant.evals.tasks import Request
-from turboquant.evals.tasks.lm_eval import LmEvalTask, lm_eval_tasks
+from turboquant.evals.tasks.lm_eval import lm_eval_tasks
 from turboquant.text import load_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,15 +124,17 @@ def test_an_unknown_cache_is_refused_before_anything_runs(worded_llama_dir):
 
 def test_ruler_generates_its_data_without_a_network(worded_llama_dir):
     pytest.importorskip("wonderwords")
-    request = Request(worded_llama_dir, 1024, limit=2, lengths=(512, 2048))
+    request = Request(worded_llama_dir, 1024, limit=2, lengths=(1024, 2048))
     (task,) = lm_eval_tasks("ruler_vt", request)
     assert (task.primary, task.higher_is_better) == ("score", True)
     samples = task.samples(request, "")
-    assert {sample.about["doc"]["max_length"] for sample in samples} == {512}  # the model cannot read 2,048 tokens
-    seen = [{**sample.about, "512": score, "4096": -1.0} for sample, score in zip(samples, (1.0, 0.5), strict=True)]
+    assert {sample.about["doc"]["max_length"] for sample in samples} == {1024}  # the model cannot read 2,048 tokens
+    seen = [{**sample.about, "1024": score, "4096": -1.0} for sample, score in zip(samples, (1.0, 0.5), strict=True)]
     measured = task.judge(samples, None, seen, None)
-    assert measured.figures["score"] == measured.figures["score_512"] == 0.75
+    assert measured.figures["score"] == measured.figures["score_1024"] == 0.75
     assert measured.scores.tolist() == [[1.0, 0.5]]
+    with pytest.raises(ValueError, match="--lengths"):
+        lm_eval_tasks("ruler_vt", Request(worded_llama_dir, 1024, lengths=(512,)))
 
 
 def test_data_that_cannot_be_had_is_named(worded_llama_dir, tmp_path):
@@ -141,5 +143,3 @@ def test_data_that_cannot_be_had_is_named(worded_llama_dir, tmp_path):
     path.write_text(yaml.safe_dump({**config, "test_split": "test", "output_type": "multiple_choice"}))
     with pytest.raises(ValueError, match=r"cannot load .*absent\.yaml: FileNotFoundError: .*ruler_offline"):
         lm_eval_tasks(str(path), Request(worded_llama_dir, 1024))
-    assert lm_eval_tasks("no_such_task", Request(worded_llama_dir, 1024)) == []
-    assert LmEvalTask.has_text is False

@@ -19,6 +19,8 @@ PREFIX = "lm_eval:"
 # As in lm-eval. "ruler_offline" stands for these; ruler_cwe and the niah ones need the package wonderwords.
 RULER_OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 NAMES = {"ruler_offline": list(RULER_OFFLINE)}
+RULER = ("ruler", "niah_")
+RULER_LEAST = 1024  # below, some of its generators never end
 INSTALL = "pip install 'turboquant-toolkit[eval]'"
 
 
@@ -98,16 +100,25 @@ def lm_eval_tasks(name: str, request: Request) -> list[LmEvalTask]:
     """The tasks of lm-eval behind a name, a group, a tag or the path of a .yaml; none if it knows no such name.
 
     Raises:
-        ValueError: lm-eval is not installed, or the data of one cannot be had; with which, and why.
+        ValueError: the data of one cannot be had, with which and why; or lengths that RULER cannot do.
     """
     if find_spec("lm_eval") is None:
         return []
     from lm_eval.tasks import TaskManager
 
     lengths = [n for n in request.lengths if n <= request.max_length]
-    manager = TaskManager(metadata={"max_seq_lengths": lengths, "pretrained": str(request.model)})
+    if name.startswith(RULER) and min(lengths, default=0) < RULER_LEAST:
+        raise ValueError(
+            f"{name}: RULER makes prompts of {RULER_LEAST} to, for this model, {request.max_length} tokens: give other "
+            "--lengths."
+        )
     names = NAMES.get(name, [name])
-    if any(one not in manager.all_tasks and not one.endswith((".yaml", ".yml")) for one in names):
+    paths = all(one.endswith((".yaml", ".yml")) for one in names)
+    # Its index of all tasks takes seconds.
+    manager = TaskManager(
+        include_defaults=not paths, metadata={"max_seq_lengths": lengths, "pretrained": str(request.model)}
+    )
+    if not paths and any(one not in manager.all_tasks for one in names):
         return []
     try:
         found = manager.load(names)["tasks"]
