@@ -37,9 +37,9 @@ MILLION_OVERRIDES = {
 }
 
 
-@pytest.mark.matrix(feature="YaRN x4 to 32k tokens, a prompt of 8,400", shape="SmolLM2-135M")
+@pytest.mark.matrix(feature="YaRN x4 to 32k tokens, a prompt of 9,000", shape="SmolLM2-135M")
 def test_a_prompt_beyond_the_trained_length(demo_model_dir, record_property):
-    ids = AutoTokenizer.from_pretrained(demo_model_dir)(load_text("pydoc")[:60_000]).input_ids[:8400]
+    ids = AutoTokenizer.from_pretrained(demo_model_dir)(load_text("pydoc")[:60_000]).input_ids[:9000]
     settings = {
         "hf_overrides": {"rope_parameters": YARN, "max_position_embeddings": 32768},
         "max_model_len": 32768,
@@ -49,12 +49,12 @@ def test_a_prompt_beyond_the_trained_length(demo_model_dir, record_property):
     found = {}
     for fmt in ("auto", FMT):
         with engine(demo_model_dir, fmt, **settings) as llm:
-            ((tokens, logprobs),) = greedy(llm, [ids], 12)
+            ((tokens, logprobs),) = greedy(llm, [ids], 16)
         found[fmt] = (tokens, logprobs)
     same = sum(a == b for a, b in zip(found["auto"][0], found[FMT][0], strict=True))
-    record_property("equal_greedy_tokens_of_12", same)
+    record_property("equal_greedy_tokens_of_16", same)
     assert found[FMT][1][0] == pytest.approx(found["auto"][1][0], abs=0.5)
-    assert same >= 3
+    assert same >= 4
 
 
 @pytest.mark.matrix(
