@@ -68,7 +68,9 @@ def test_two_engines_behind_one_server(worded_llama_dir, tmp_path, monkeypatch):
         expected = greedy_with_gaps(llm, PROMPTS[:16], NEW)
     options = ServerOptions(
         worded_llama_dir, FMT, port=free_port(), max_model_len=512, kv_cache_memory_bytes=16 << 20,
-        extra_args=("--additional-config", json.dumps(ALL_PACKED), "--data-parallel-size", "2", "--api-server-count", "1"),
+        extra_args=(
+            "--additional-config", json.dumps(ALL_PACKED), "--data-parallel-size", "2", "--api-server-count", "1",
+        ),
     )  # fmt: skip
     with VllmServer(options, tmp_path / "log", Console(quiet=True)) as server:
 
