@@ -7,10 +7,9 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from turboquant.evals.candidates import Candidate
-from turboquant.evals.serving import Backend
+from turboquant.evals.serving import UNBOUNDED, Backend
 
 BACKENDS = ("hf", "vllm", "server")
-UNBOUNDED = 1 << 20  # for models that name no limit
 
 
 def make_backend(

@@ -17,7 +17,7 @@ from turboquant.cache import CacheSession
 from turboquant.evals.candidates import Candidate
 from turboquant.evals.divergence import holding, load_model
 from turboquant.evals.scores import ROWS
-from turboquant.evals.serving import Scored
+from turboquant.evals.serving import UNBOUNDED, Scored
 from turboquant.formats import BF16_BYTES
 from turboquant.hf_model import text_config
 
@@ -46,7 +46,7 @@ class HFBackend:
         dtype: str = "float32",
         key_mean: str = "auto",
         position_offset: int = 0,
-        max_length: int = 0,
+        max_length: int = UNBOUNDED,
     ) -> None:
         self._model, self._dtype, self._key_mean, self._offset = model, dtype, key_mean, position_offset
         self.max_length = max_length

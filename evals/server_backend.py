@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from turboquant.artifact import config_fingerprint
 from turboquant.evals.candidates import Candidate
-from turboquant.evals.serving import Scored
+from turboquant.evals.serving import UNBOUNDED, Scored
 from turboquant.formats import BF16_BYTES, KVFormat
 
 REQUEST_LIMIT_S = 3600.0
@@ -45,7 +45,7 @@ class ServerBackend:
     has_states = False
 
     def __init__(
-        self, model: Path, servers: dict[Candidate, str], *, dtype: str = "float32", max_length: int = 0
+        self, model: Path, servers: dict[Candidate, str], *, dtype: str = "float32", max_length: int = UNBOUNDED
     ) -> None:
         self._model, self._dtype = model, dtype
         self._servers = {candidate: _connect(url) for candidate, url in servers.items()}
@@ -73,9 +73,9 @@ class ServerBackend:
 
     @contextmanager
     def serve(self, candidate: Candidate, max_tokens: int) -> Iterator[HTTPServed]:
-        if max_tokens > self.max_length:
+        if max_tokens >= self.max_length:
             raise ValueError(
-                f"the server of {candidate.label} reads {self.max_length} tokens, and {max_tokens} are asked for: "
+                f"the server of {candidate.label} scores {self.max_length - 1} tokens, and {max_tokens} are asked for: "
                 "start it with a larger --max-model-len, or ask for less."
             )
         client = self._servers[candidate]

@@ -14,6 +14,7 @@ import torch
 
 from turboquant.evals.candidates import Candidate
 
+UNBOUNDED = 1 << 20  # tokens, for models that name no limit
 EXACT_CACHE = Candidate(None, 0)
 
 

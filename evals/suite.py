@@ -182,7 +182,7 @@ class _Run:
     def _longest(self, key: Key) -> int:
         """Tokens of the longest sequence that a cell makes."""
         if not self._task(key).has_text:
-            return self.suite.request.max_length
+            return self.suite.request.max_length - 1
         lengths = [len(sample.prompt) + len(sample.answer) for sample in self._samples(key)]
         return max(lengths) + self._task(key).extra_tokens(self.suite.request)
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from turboquant.artifact import config_fingerprint
 from turboquant.evals.candidates import Candidate
 from turboquant.evals.rivals import Rival
-from turboquant.evals.serving import Scored
+from turboquant.evals.serving import UNBOUNDED, Scored
 from turboquant.formats import BF16_BYTES
 
 CHUNK = 1024
@@ -46,7 +46,7 @@ class VllmBackend:
         *,
         dtype: str = "float32",
         key_mean: str = "auto",
-        max_length: int = 0,
+        max_length: int = UNBOUNDED,
         kv_cache_memory_bytes: int = POOL_BYTES,
         skip_tokenizer_init: bool = False,
     ) -> None:
@@ -74,6 +74,11 @@ class VllmBackend:
 
     @contextmanager
     def serve(self, candidate: Candidate, max_tokens: int) -> Iterator[VllmServed]:
+        if max_tokens >= self.max_length:
+            raise ValueError(
+                f"vLLM scores {self.max_length - 1} tokens of this model, and {max_tokens} are asked for: ask for "
+                "fewer, or use --backend hf."
+            )
         ours = candidate.cache is not None and not candidate.simulated
         options = {"window": candidate.window, "prefill_reads": "packed", "key_mean": self._key_mean}
         with (

@@ -10,6 +10,7 @@ A test says what it measured by the `record_property` fixture.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -54,6 +55,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
         record["reason"] = report.longrepr[2] if report.skipped else str(call.excinfo.value).strip()[:300]
     if report.when == "call":
         record["measured"] = dict(report.user_properties)
+    if report.when == "teardown":  # at once, so that a run that dies leaves what it had
+        write(item.config)
 
 
 def row_of(item: pytest.Item, mark: pytest.Mark) -> dict[str, str]:
@@ -69,14 +72,15 @@ def row_of(item: pytest.Item, mark: pytest.Mark) -> dict[str, str]:
     return {name: text.format(**params) for name, text in row.items()}
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--matrix")
+def write(config: pytest.Config) -> None:
+    path = config.getoption("--matrix")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment(), "tests": session.config.stash[RECORDS]}
+        content = {"environment": environment(), "tests": config.stash[RECORDS]}
         path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+@functools.cache
 def environment() -> dict[str, str]:
     """Versions and machine that the outcomes are of."""
     found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} CPUs"}

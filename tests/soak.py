@@ -24,7 +24,7 @@ from pathlib import Path
 import models
 import openai
 import psutil
-from engine import ALL_PACKED, engine, first_difference, greedy_with_gaps
+from engine import engine, first_difference, greedy_with_gaps
 from matrix import environment
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -144,10 +144,10 @@ def counters(server: VllmServer) -> dict[str, int]:
         }
 
 
-def compare(model_dir: Path, kept: list[tuple[list[int], list[int]]], tie: float) -> Counter:
+def compare(model_dir: Path, kept: list[tuple[list[int], list[int]]], tie: float, cache: dict) -> Counter:
     """Answers of a fresh engine, one at a time: equal, tied, or a mismatch."""
     found = Counter(sampled=len(kept), ties=0, mismatches=0)
-    with engine(model_dir, FMT, skip_tokenizer_init=True, additional_config=ALL_PACKED, max_num_seqs=1) as llm:
+    with engine(model_dir, FMT, skip_tokenizer_init=True, additional_config=cache, max_num_seqs=1) as llm:
         for prompt, tokens in kept:
             ((fresh, _, gaps),) = greedy_with_gaps(llm, [prompt], len(tokens))
             first = first_difference(tokens, fresh)
@@ -167,13 +167,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tie", type=float, default=1e-3)
+    parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("docs/results/soak.json"))
     arguments = parser.parse_args()
+    cache = {"turboquant": {"window": arguments.window, "prefill_reads": "packed"}}
     with tempfile.TemporaryDirectory() as scratch:
         model_dir = models.save_worded_llama(Path(scratch) / "model", ensure_demo_model())
         options = ServerOptions(
             model_dir, FMT, port=free_port(), max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=POOL_BYTES,
-            extra_args=("--additional-config", json.dumps(ALL_PACKED), "--max-num-seqs", str(CLIENTS)),
+            extra_args=("--additional-config", json.dumps(cache), "--max-num-seqs", str(CLIENTS)),
         )  # fmt: skip
         traffic, rss = Traffic(arguments.seed), []
         with VllmServer(options, Path(scratch) / "log", Console(stderr=True)) as server:
@@ -181,9 +183,11 @@ def main() -> int:
         result = {
             "minutes": arguments.minutes,
             "seed": arguments.seed,
+            "window": arguments.window,
+            "tie": arguments.tie,
             **{name: traffic.counts[name] for name in ("requests", "completed", "tokens", "aborts", "hangs")},
             **{name: traffic.counts[name] for name in ("preemptions", "prefix_hit_tokens")},
-            **compare(model_dir, traffic.kept, arguments.tie),
+            **compare(model_dir, traffic.kept, arguments.tie, cache),
             "errors": traffic.errors,
             "after_kill_9_the_client_saw": killed,
             "rss_mib": rss,

@@ -24,11 +24,11 @@ EXACT_BYTES, SLOT = 2 * HEAD_DIM * 4, PRESETS[FMT].slot_bytes(HEAD_DIM)
 class ReadBackSome(ReadBack):
     """What a cache would return whose layers in `skipped` are exact."""
 
-    def __init__(self, skipped: list[int]) -> None:
-        self.skipped, self.calls = skipped, 0
+    def __init__(self, skipped: list[int], num_layers: int = NUM_LAYERS) -> None:
+        self.skipped, self.num_layers, self.calls = skipped, num_layers, 0
 
     def read_back(self, key, value):
-        layer, self.calls = self.calls % NUM_LAYERS, self.calls + 1
+        layer, self.calls = self.calls % self.num_layers, self.calls + 1
         return (key, value) if layer in self.skipped else super().read_back(key, value)
 
 
@@ -82,6 +82,18 @@ def test_skipped_layers_stay_exact(deep_dir, log, record_property, skipped):
     with engine(deep_dir, FMT, enable_prefix_caching=True, max_num_batched_tokens=96, max_num_seqs=4, **skip) as llm:
         first, again = greedy(llm, prompts, 8), greedy(llm, prompts, 8)
     assert [logprobs[0] for _, logprobs in again] == pytest.approx([p[0] for _, p in first], abs=0.3)
+
+
+@pytest.mark.engine_full
+@pytest.mark.matrix(feature="kv_cache_dtype_skip_layers sliding_window", shape="gemma-3")
+def test_sliding_layers_stay_exact(gemma3_dir, log):
+    prompts, settings = random_prompts(1, 6, 41, 130, 201), {"skip_tokenizer_init": True}
+    with engine(gemma3_dir, "auto", **settings) as llm, reading_back(ReadBackSome([0, 1], num_layers=3)):
+        expected = greedy_with_gaps(llm, prompts, 8)
+    skip = {"kv_cache_dtype_skip_layers": ["sliding_window"], **settings}
+    with engine(gemma3_dir, FMT, additional_config=ALL_PACKED, **skip) as llm:
+        assert_same_answers(greedy(llm, prompts, 8), expected, tolerance=FLIP)
+    assert f"{FMT} in 1 of 3 attention layers" in log.text
 
 
 @pytest.mark.matrix(feature="one line at start-up: preset, layers, bytes, calibration, window, pool", shape="llama")

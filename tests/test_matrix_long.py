@@ -37,9 +37,9 @@ MILLION_OVERRIDES = {
 }
 
 
-@pytest.mark.matrix(feature="YaRN x4 to 32k tokens, a prompt of 9,000", shape="SmolLM2-135M")
+@pytest.mark.matrix(feature="YaRN x4 to 32k tokens, a prompt of 8,400", shape="SmolLM2-135M")
 def test_a_prompt_beyond_the_trained_length(demo_model_dir, record_property):
-    ids = AutoTokenizer.from_pretrained(demo_model_dir)(load_text("pydoc")[:60_000]).input_ids[:9000]
+    ids = AutoTokenizer.from_pretrained(demo_model_dir)(load_text("pydoc")[:60_000]).input_ids[:8400]
     settings = {
         "hf_overrides": {"rope_parameters": YARN, "max_position_embeddings": 32768},
         "max_model_len": 32768,
@@ -49,23 +49,24 @@ def test_a_prompt_beyond_the_trained_length(demo_model_dir, record_property):
     found = {}
     for fmt in ("auto", FMT):
         with engine(demo_model_dir, fmt, **settings) as llm:
-            ((tokens, logprobs),) = greedy(llm, [ids], 16)
+            ((tokens, logprobs),) = greedy(llm, [ids], 12)
         found[fmt] = (tokens, logprobs)
     same = sum(a == b for a, b in zip(found["auto"][0], found[FMT][0], strict=True))
-    record_property("equal_greedy_tokens_of_16", same)
+    record_property("equal_greedy_tokens_of_12", same)
     assert found[FMT][1][0] == pytest.approx(found["auto"][1][0], abs=0.5)
-    assert same >= 4
+    assert same >= 3
 
 
 @pytest.mark.matrix(
     feature="launch line with YaRN to 1,010,000 tokens: config, pages, pool", shape="qwen3.5-35b-a3b, cut down"
 )
-def test_a_million_tokens_fit_as_planned(tmp_path, record_property):
+def test_a_million_tokens_fit_as_planned(tmp_path, record_property, monkeypatch):
     """Four of its 40 layers, 8 of its 256 experts and a small vocabulary, without weights: sizes, not answers."""
     config = json.loads((Path(__file__).parent / "data" / "qwen3.5-35b-a3b.json").read_text())
     text = config["text_config"]
     text |= {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4], "num_experts": 8, "vocab_size": 2048}
     (tmp_path / "config.json").write_text(json.dumps({**text, "architectures": ["Qwen3_5MoeForCausalLM"]}))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # part of Qwen's recipe
     memory = 1 << 30
     with engine(
         tmp_path, FMT, dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=MILLION,

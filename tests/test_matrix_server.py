@@ -156,21 +156,12 @@ def bench(*arguments: str) -> str:
 @pytest.mark.matrix(feature="`vllm bench {kind}`", shape="llama")
 def test_bench_offline(worded_llama_dir, kind):
     lengths = {
-        "latency": ["--num-iters-warmup", "1", "--num-iters", "2", "--input-len", "32", "--output-len", "8"],
-        "throughput": [
-            "--num-prompts",
-            "4",
-            "--dataset-name",
-            "random",
-            "--random-input-len",
-            "32",
-            "--random-output-len",
-            "8",
-        ],
+        "latency": "--num-iters-warmup 1 --num-iters 2 --input-len 32 --output-len 8",
+        "throughput": "--num-prompts 4 --dataset-name random --random-input-len 32 --random-output-len 8",
     }
     said = bench(
         kind, "--model", str(worded_llama_dir), "--kv-cache-dtype", FMT, "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), *lengths[kind],
+        "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), *lengths[kind].split(),
     )  # fmt: skip
     assert re.search({"latency": r"Avg latency: \d", "throughput": r"Throughput: \d"}[kind], said)
 

@@ -81,7 +81,7 @@ def test_a_haystack_that_cannot_be_is_refused(worded_llama_dir, tmp_path, length
         Needle().samples(Request(worded_llama_dir, 1024, lengths=lengths), str(short))
 
 
-CACHES = pytest.mark.parametrize("cache", ["auto", "turboquant3@32", "turboquant3@0", "int4", "int4@32"])
+CACHES = pytest.mark.parametrize("cache", ["auto", "turboquant3@32", "turboquant3@0", "int4@32", "kivi4"])
 
 
 @CACHES

@@ -28,6 +28,11 @@ PRESSURE = {
     "preempted": {"num_gpu_blocks_override": 34, "max_num_seqs": 6, "block_size": 64},
     "compiled": {"enforce_eager": False},
 }
+# Rows of the matrix that these are, too.
+NAMED = {
+    "preempted": pytest.mark.matrix(feature="preemption and recompute in a pool too small", shape="llama"),
+    "compiled": pytest.mark.matrix(feature="torch.compile", shape="llama"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def answers(model_dir, fmt: str, window: int | None, max_tokens: int = 16, oracl
 
 
 @pytest.mark.matrix(feature="exact window: {pressure}", shape="llama")
-@pytest.mark.parametrize("pressure", PRESSURE)
+@pytest.mark.parametrize("pressure", [pytest.param(name, marks=NAMED.get(name, ())) for name in PRESSURE])
 def test_the_engine_reads_what_transformers_reads(llama_dir, monkeypatch, expected, pressure):
     oracle = Oracle(monkeypatch, corrupt=pressure == "plain")
     ours = answers(llama_dir, FMT, WINDOW, oracle=oracle, **PRESSURE[pressure])

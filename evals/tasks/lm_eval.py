@@ -5,6 +5,7 @@ Of RULER, six tasks generate their data and need no network (RULER_OFFLINE); the
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -44,6 +45,12 @@ class LmEvalTask(Task):
         self.primary = "score" if self._by_length else metric
         self.higher_is_better = better[metric] is not False
         self.rows = self.shown = (self.primary,)
+        # Before a run, which writes defaults into it.
+        config = json.dumps(task.config.to_dict(), sort_keys=True, default=str)
+        self._settings = {
+            "lm_eval_config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+            "num_fewshot": task.get_config("num_fewshot") or 0,
+        }
 
     def samples(self, request: Request, text: str) -> list[Sample]:
         """The task's documents; prompts are made of them by lm-eval."""
@@ -51,7 +58,7 @@ class LmEvalTask(Task):
         return [Sample([], about={"doc": json.loads(json.dumps(doc, default=str))}) for doc in docs]
 
     def settings(self, request: Request) -> dict[str, Any]:
-        return {"lm_eval_version": str(self.task.VERSION), "num_fewshot": self.task.get_config("num_fewshot") or 0}
+        return self._settings
 
     def observe_all(
         self, served: Served, samples: list[Sample], request: Request, on_sample: Callable[[int], None]
@@ -61,7 +68,8 @@ class LmEvalTask(Task):
 
         from turboquant.evals.lm_eval_model import ServedLM
 
-        lm = ServedLM(served, request.tokenizer, request.max_length, on_sample)
+        # A server that scores a prompt generates one more token.
+        lm = ServedLM(served, request.tokenizer, request.max_length - 1, on_sample)
         results = simple_evaluate(
             lm, tasks=[self.task], task_manager=self.manager, limit=request.limit, bootstrap_iters=0
         )  # fmt: skip

@@ -73,9 +73,8 @@ class WindowManager(SlidingWindowManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        held = len(self.req_to_blocks.get(request_id, ()))
-        if request_id not in self.num_cached_block:
-            held = self._first_block_after_hit(total_computed_tokens)
+        # A running request has blocks; whether any is in the prefix cache yet does not matter here.
+        held = len(self.req_to_blocks.get(request_id, ())) or self._first_block_after_hit(total_computed_tokens)
         needed = sum(self._is_held(block, num_tokens) for block in range(held, cdiv(num_tokens, self.block_size)))
         if apply_admission_cap and self.max_admission_blocks_per_request is not None:
             needed = min(needed, self.max_admission_blocks_per_request)
