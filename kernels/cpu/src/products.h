@@ -27,35 +27,37 @@ inline void score_part(const Isa::Keys<BITS>& decoder, const uint8_t* codes, con
     }
 }
 
-// products[row .. row + RB, all tokens] = q16 · K, K decoded on the way. Sums of eight accumulators are made at a time:
-// with three rows, those of a fourth are zero.
-template <int BITS, int RB, int TB>
+// products[row .. row + RB, all tokens] = q16 · K, K decoded on the way. Sums of SETS times eight accumulators are made at
+// a time: with three rows, those of a fourth are zero.
+template <int BITS, int RB, int TB, int SETS = 1>
 inline void score_rows(const State& s, int64_t row, const uint8_t* const* keys, const uint8_t* const* ahead) {
     using Keys = Isa::Keys<BITS>;
     constexpr int STEP = Keys::PARTS * Keys::N * LANES16;
     const Keys decoder(s.shared.key_lut);
     const int16_t* q = s.packed_q + row * s.key_columns;
     const int64_t columns = s.key_columns;
-    for (int token = 0; token < TILE_N; token += TB) {
-        vi acc[8 / TB][TB];
-        clear(acc);
+    for (int token = 0; token < TILE_N; token += SETS * TB) {
+        vi acc[SETS][8 / TB][TB];
+        UNROLL for (int i = 0; i < SETS; i++) clear(acc[i]);
         if (row == 0)
-            for (int t = 0; t < TB; t++) prefetch(ahead[token + t], s.key_bytes);
+            for (int t = 0; t < SETS * TB; t++) prefetch(ahead[token + t], s.key_bytes);
         for (int64_t d = 0; d < columns; d += STEP) {
-            UNROLL for (int t = 0; t < TB; t++) {
+            UNROLL for (int t = 0; t < SETS * TB; t++) {
                 const uint8_t* codes = keys[token + t] + d * BITS / 8;
-                score_part<BITS, 0, RB>(decoder, codes, q + d, columns, t, acc);
-                if constexpr (Keys::PARTS == 2) score_part<BITS, 1, RB>(decoder, codes, q + d, columns, t, acc);
+                score_part<BITS, 0, RB>(decoder, codes, q + d, columns, t % TB, acc[t / TB]);
+                if constexpr (Keys::PARTS == 2)
+                    score_part<BITS, 1, RB>(decoder, codes, q + d, columns, t % TB, acc[t / TB]);
             }
         }
-        Isa::reduce<8 / TB, TB>(acc, s.products + row * TILE + token, TILE);
+        int32_t* out = s.products + row * TILE + token;
+        UNROLL for (int i = 0; i < SETS; i++) Isa::reduce<8 / TB, TB>(acc[i], out + i * TB, TILE);
     }
 }
 
 template <int BITS>
 inline void score_codes(const State& s, const uint8_t* const* keys, const uint8_t* const* ahead) {
     int64_t row = 0;
-    if (s.rows == 8) return score_rows<BITS, 8, 1>(s, 0, keys, ahead);
+    if (s.rows == 8) return score_rows<BITS, 8, 1, Isa::REGISTERS / 16>(s, 0, keys, ahead);
     for (; row + 4 <= s.rows; row += 4) score_rows<BITS, 4, 2>(s, row, keys, ahead);
     if (row + 3 == s.rows) return score_rows<BITS, 3, 2>(s, row, keys, ahead);
     for (; row + 2 <= s.rows; row += 2) score_rows<BITS, 2, 4>(s, row, keys, ahead);
