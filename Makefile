@@ -26,7 +26,7 @@ test-full: setup ## run the tests with the whole product of the Triton kernels' 
 	$(BIN)/python -m turboquant.demo.model
 	TURBOQUANT_FULL_TESTS=1 $(BIN)/python -m pytest -m "not gpu" tests $(ARGS)
 
-test-engine: setup ## run the feature matrix on real engines and write docs/compatibility.md (an hour)
+test-engine: setup ## run the feature matrix on real engines and write docs/compatibility.md (half an hour)
 	$(BIN)/python -m turboquant.demo.model
 	@status=0; TURBOQUANT_ENGINE_TESTS=1 $(BIN)/python -m pytest -m "matrix and not gpu" tests --matrix out/matrix.json $(ARGS) || status=$$?; \
 	$(BIN)/python scripts/compatibility.py out/matrix.json && exit $$status
