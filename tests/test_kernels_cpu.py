@@ -121,16 +121,18 @@ def test_any_number_of_rows(group, isa):
 @pytest.mark.parametrize("dim", [16, 24, 40, 48, 72, 112, 160, 192, 320, 512], ids="D{}".format)
 @pytest.mark.parametrize("fmt", PRESETS)
 def test_any_head_dim(dim, fmt, isa):
-    """Loads that would pass the end of a page are made from a copy; a rotation need not be a butterfly."""
-    step = build(Case(seqs=((1, 37),), dim=64, fmt=fmt, kv_heads=1))
+    """Loads that would pass the end of a page are made from a copy, in every tile; a rotation need not be a butterfly."""
+    tokens = 150
+    step = build(Case(seqs=((1, tokens),), dim=64, fmt=fmt, kv_heads=1))
     centroids = step.params
     params = KVParams(PRESETS[fmt], haar_rotation(dim, 3), centroids.key_centroids, centroids.value_centroids)
     step.case = replace(step.case, dim=dim, block_size=2)
     generator = torch.Generator().manual_seed(dim)
-    step.keys, step.values = ([torch.randn(37, 1, dim, generator=generator)] for _ in range(2))
+    step.keys, step.values = ([torch.randn(tokens, 1, dim, generator=generator)] for _ in range(2))
     step.query = torch.randn(1, 2, dim, generator=generator)
-    step.params, step.block_table = params, torch.randperm(19, generator=generator, dtype=torch.int32)[None]
-    step.pages = torch.full((19, 1, 2, PRESETS[fmt].slot_bytes(dim)), 0xFF, dtype=torch.uint8)
+    step.options = {"scale": dim**-0.5}
+    step.params, step.block_table = params, torch.randperm(tokens // 2, generator=generator, dtype=torch.int32)[None]
+    step.pages = torch.full((tokens // 2, 1, 2, PRESETS[fmt].slot_bytes(dim)), 0xFF, dtype=torch.uint8)
     store(step)
     assert error_ratio(*both(step, {})) <= RATIO
 

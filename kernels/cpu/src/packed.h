@@ -19,6 +19,7 @@ struct Tile {
     alignas(64) float key_scale[TILE_N], value_scale[TILE_N], takes_mean[TILE_N];
     alignas(64) float mask[TILE_N];  // of the queries at one position: zero, or minus infinity where they do not read
     bool bad[TILE_N], any_bad, held[TILE_N], masked, broken;
+    uint8_t* copies;  // [2, TILE, read_bytes], of rows at the end of a page
 };
 
 inline bool is_held(const State& s, int64_t at) {
@@ -85,27 +86,38 @@ inline void find_scales(Tile& tile, const uint16_t* keys, const uint16_t* values
     }
 }
 
+// The first token of the tile that some query may see: those before it may have no page any more.
+inline int64_t first_seen(const State& s, const Tile& tile) { return most(0, s.span.first - tile.begin); }
+
+// Where the tile's rows lie. Nothing is read yet; the scales, which are first to be read, are on their way.
 inline void find_rows(const State& s, Tile& tile) {
     const Pages& pages = s.a.pages;
-    int64_t key_bytes = s.key_bytes, value_bytes = s.value_bytes, copy_bytes = s.read_bytes();
-    alignas(64) uint16_t key_scales[TILE_N], value_scales[TILE_N];
-    // What no query may see may have no page any more.
-    const int64_t unseen = most(0, s.span.first - tile.begin);
-    for_runs(s, tile.begin, unseen, tile.count, [&](int64_t first, int64_t length, const uint8_t* page, int64_t offset) {
+    const int64_t key_bytes = s.key_bytes, value_bytes = s.value_bytes, copy_bytes = s.read_bytes();
+    const int64_t from = first_seen(s, tile);
+    for_runs(s, tile.begin, from, tile.count, [&](int64_t first, int64_t length, const uint8_t* page, int64_t offset) {
         const uint8_t *end = page + pages.end, *value = page + pages.value_codes + offset * value_bytes;
         find_run(page + offset * key_bytes, end, length, key_bytes, s.key_reads, tile.keys + first,
-                 s.copies + first * copy_bytes, copy_bytes);
+                 tile.copies + first * copy_bytes, copy_bytes);
         find_run(value, end, length, value_bytes, s.value_reads, tile.values + first,
-                 s.copies + (TILE + first) * copy_bytes, copy_bytes);
-        __builtin_memcpy(key_scales + first, page + pages.key_scales + 2 * offset, 2 * length);
-        __builtin_memcpy(value_scales + first, page + pages.value_scales + 2 * offset, 2 * length);
+                 tile.copies + (TILE + first) * copy_bytes, copy_bytes);
+        prefetch(page + pages.key_scales + 2 * offset, 2 * length);
+        prefetch(page + pages.value_scales + 2 * offset, 2 * length);
     });
     for (int j = 0; j < TILE; j++) {
-        if (j >= unseen && j < tile.count) continue;
-        tile.keys[j] = tile.keys[unseen];
-        tile.values[j] = tile.values[unseen];
-        key_scales[j] = value_scales[j] = 0;
+        if (j >= from && j < tile.count) continue;
+        tile.keys[j] = tile.keys[from];
+        tile.values[j] = tile.values[from];
     }
+}
+
+inline void load_scales(const State& s, Tile& tile) {
+    const Pages& pages = s.a.pages;
+    alignas(64) uint16_t key_scales[TILE_N] = {}, value_scales[TILE_N] = {};
+    for_runs(s, tile.begin, first_seen(s, tile), tile.count,
+             [&](int64_t first, int64_t length, const uint8_t* page, int64_t offset) {
+                 __builtin_memcpy(key_scales + first, page + pages.key_scales + 2 * offset, 2 * length);
+                 __builtin_memcpy(value_scales + first, page + pages.value_scales + 2 * offset, 2 * length);
+             });
     find_scales(tile, key_scales, value_scales);
 }
 
@@ -162,6 +174,7 @@ inline void soften(State& s, Tile& tile, int64_t row) {
 template <int KB, int VB>
 inline void attend_packed(State& s) {
     Tile tiles[2];
+    for (int i = 0; i < 2; i++) tiles[i].copies = s.copies + i * 2 * TILE * s.read_bytes();
     auto look_up = [&](Tile& tile, int64_t begin) {
         tile.begin = begin;
         tile.count = int(least(TILE, s.task.end - begin));
@@ -176,6 +189,7 @@ inline void attend_packed(State& s) {
         // what the hardware fetches ahead, and all lines at once would leave none for the loads of this tile.
         if (!last) look_up(next, begin + TILE);
         const Tile& ahead = last ? tile : next;
+        load_scales(s, tile);
         find_masks(s, tile);
         bool fused = s.rows <= MOST_FUSED;
         fused ? score_codes<KB>(s, tile.keys, ahead.keys) : score_decoded<KB>(s, tile.keys, ahead.keys);

@@ -59,7 +59,7 @@ struct State {
     float* weight_step;   // [rows]
     int16_t* decoded;     // [TILE, columns] K or V
     float *exact_k, *exact_v;  // [TILE, D]: tokens that are not float32 where they lie; and work space of [2 D]
-    uint8_t* copies;      // [2, TILE, read_bytes]
+    uint8_t* copies;      // [2, 2, TILE, read_bytes]: of two tiles, one of which is looked up while the other is read
 
     State(const AttendArgs& args, const Shared& common, const Task& t, int64_t num_rows, void* memory)
         : a(args), task(t), shared(common), rows(num_rows) {
@@ -98,7 +98,7 @@ struct State {
         decoded = m.take<int16_t>(TILE * most(key_columns, value_columns));
         exact_k = m.take<float>(TILE * dim);
         exact_v = m.take<float>(TILE * dim);
-        copies = m.take<uint8_t>(2 * TILE * read_bytes());
+        copies = m.take<uint8_t>(4 * TILE * read_bytes());
         end = m.next;
     }
     char* end;
