@@ -121,7 +121,7 @@ def test_any_number_of_rows(group, isa):
 @pytest.mark.parametrize("dim", [16, 24, 40, 48, 72, 112, 160, 192, 320, 512], ids="D{}".format)
 @pytest.mark.parametrize("fmt", PRESETS)
 def test_any_head_dim(dim, fmt, isa):
-    """Loads that would pass the end of a page are made from a copy, in every tile; a rotation need not be a butterfly."""
+    """Loads that would pass the end of a page are made from copies, of each tile; no rotation need be a butterfly."""
     tokens = 150
     step = build(Case(seqs=((1, tokens),), dim=64, fmt=fmt, kv_heads=1))
     centroids = step.params
